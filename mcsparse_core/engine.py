@@ -1,0 +1,128 @@
+"""attend(): dense, anchor or reuse for one attention call; the only place where they meet."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import (
+    auto_residual,
+    compress_residual,
+    dense_attention,
+    group_queries,
+    pool_cells,
+    registry,
+    select_keys,
+    token_sparse_attention,
+)
+from ..kernels.residual import Residual
+from ..kernels.shapes import CellOrder, Geometry, KeySelection, QueryGroups
+from .cache import AnchorState
+from .context import AttentionCall, BranchKey
+from .plan import SparsePlan
+from .run import SparseRun
+from .schedule import Action, Decision, decide
+
+RESIDUAL_BOUND = 0.02  # `residual auto`: largest relative error of the output at the anchor that compression may add
+
+
+def why_not_self_attention(q: Tensor, k: Tensor, v: Tensor, min_tokens: int) -> str | None:
+    """A reason if q, k, v (B, H, S, D) are no long self-attention: such calls are no candidates and pass through. Else None."""
+    if q.shape != k.shape or k.shape != v.shape:
+        return "cross-attention" if q.shape[:2] == k.shape[:2] else "grouped heads"
+    if q.shape[2] < min_tokens:
+        return f"short, below {min_tokens} tokens"
+    return None
+
+
+def why_dense(plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, has_mask: bool) -> str | None:
+    """A reason if a long self-attention call cannot be sparse, None if it can. Settled by shapes alone, alike on every step."""
+    if has_mask:
+        return "attention mask"
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        return "mixed dtypes"
+    if plan.backend == "auto":
+        return registry.why_none(Geometry.of(q, k))
+    return None
+
+
+def attend(run: SparseRun, call: AttentionCall) -> Tensor | None:
+    """Attention of one call, (B, H, S, D) in q's dtype, or None where every row is dense: the host then runs its own."""
+    decisions = [_decide(run, call, branch, rows) for branch, rows in call.branches]
+    for decision in decisions:
+        run.stats.count(run.step, call.site, decision.action, decision.reason)
+    if all(d.action is Action.DENSE for d in decisions):
+        return None
+    outputs = [_branch(run, call, branch, rows, d) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Decision:
+    if run.decline:
+        return Decision(Action.DENSE, run.decline)
+    state = run.cache.get(call.site, branch, run.evaluation)
+    if state is not None and state.shape != _shape(call, rows):
+        run.cache.drop(call.site, branch)
+        state = None
+    layer_is_dense = call.site.is_layer(run.recipe.schedule.dense_layers)
+    decision = decide(run.timeline, layer_is_dense, run.step, state.step if state else None)
+    if decision.action is Action.ANCHOR and (call.site, branch, run.timeline.due(run.step)) in run.unfit:
+        return Decision(Action.DENSE, "memory cap")
+    return decision
+
+
+def _shape(call: AttentionCall, rows: slice) -> tuple:
+    return (*call.q[rows].shape, call.q.dtype, call.q.device)
+
+
+def _branch(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, decision: Decision) -> Tensor:
+    kind = decision.action.value
+    with run.stats.timed(kind, call.q.device):
+        if decision.action is Action.DENSE:
+            return call.dense(rows)
+        if decision.action is Action.ANCHOR:
+            return _anchor(run, call, branch, rows)
+        return _reuse(run, call, branch, rows)
+
+
+def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Tensor:
+    q, k, v = call.q[rows], call.k[rows], call.v[rows]
+    recipe, backend, due = run.recipe, run.plan.backend, run.timeline.due(run.step)
+    cells = run.cells(call.layout, q.device)
+    output, lse = dense_attention(q, k, v, scale=call.scale, backend=backend)
+    if not call.exact_dense:
+        output = call.dense(rows)
+    groups = group_queries(q, method=recipe.grouping, cells=cells, backend=backend)
+    selection = select_keys(
+        q, k, lse, groups, density=run.timeline.densities[due], cells=cells, granularity=recipe.granularity,
+        kept=call.layout.exact, scale=call.scale, backend=backend,
+    )  # fmt: skip
+    run.stats.anchored(selection.retained.mean(), selection.counts.float().mean() / len(cells))
+    residual = None
+    if recipe.residual != "off":
+        difference = output - _sparse(run, call, rows, cells, groups, selection)
+        if recipe.residual == "auto":
+            residual = auto_residual(difference, groups, output, RESIDUAL_BOUND)
+        else:
+            residual = compress_residual(difference, groups, recipe.residual)
+    if not run.cache.put(call.site, branch, AnchorState(run.step, _shape(call, rows), groups, selection, residual)):
+        run.unfit.add((call.site, branch, due))
+        run.note("the cache reached its memory cap: some layers stayed dense (lower the density or the resolution, or use residual rank-8)")
+    return output
+
+
+def _reuse(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Tensor:
+    state = run.cache.get(call.site, branch, run.evaluation)
+    output = _sparse(run, call, rows, run.cells(call.layout, call.q.device), state.groups, state.selection, state.residual)
+    q, k, v = call.q[rows], call.k[rows], call.v[rows]
+    for start, stop in call.layout.exact:
+        output[:, :, start:stop] = dense_attention(q[:, :, start:stop], k, v, scale=call.scale, backend=run.plan.backend)[0]
+    return output
+
+
+def _sparse(
+    run: SparseRun, call: AttentionCall, rows: slice, cells: CellOrder, groups: QueryGroups, selection: KeySelection,
+    residual: Residual | None = None,
+) -> Tensor:  # fmt: skip
+    q, k, v, backend = call.q[rows], call.k[rows], call.v[rows], run.plan.backend
+    tail = pool_cells(k, v, cells, run.recipe.tail, backend=backend) if run.recipe.tail else None
+    return token_sparse_attention(q, k, v, groups, selection, tail=tail, residual=residual, scale=call.scale, backend=backend)

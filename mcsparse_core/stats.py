@@ -1,0 +1,94 @@
+"""Counts, times and reasons of one run, and the report it leaves: numbers and words only, no tensors."""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .context import SiteKey
+from .schedule import Action
+
+
+class RunStats:
+    """Filled by the engine while a run lasts. Times come from CUDA events on a GPU (read once, at the end), else from the clock."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()  # attention calls by action; a batched call counts once per branch
+        self.reasons: Counter[str] = Counter()  # why calls were dense
+        self.passed: Counter[str] = Counter()  # calls that are no candidates (cross-attention, short text), by reason
+        self.timeline: dict[tuple[int, SiteKey], tuple[str, str]] = {}  # (step, site) -> action, reason of its last call
+        self._seconds: Counter[str] = Counter()
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._anchors: list[tuple[Tensor, Tensor]] = []  # retained mass and realised density, still on the device
+
+    def count(self, step: int, site: SiteKey, action: Action, reason: str = ""):
+        self.counts[action.value] += 1
+        if action is Action.DENSE:
+            self.reasons[reason] += 1
+        self.timeline[step, site] = (action.value, reason)
+
+    def anchored(self, retained: Tensor, density: Tensor):
+        """Scalars of one anchor; they are read when the run ends, so that no call waits for the device."""
+        self._anchors.append((retained, density))
+
+    @contextmanager
+    def timed(self, kind: str, device: torch.device):
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            self._seconds[kind] += time.perf_counter() - begin
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._spans.append((kind, begin, end))
+
+    def numbers(self) -> dict:
+        """Everything counted so far as plain values; waits for the device once."""
+        if self._spans:
+            self._spans[-1][2].synchronize()
+        for kind, begin, end in self._spans:
+            self._seconds[kind] += begin.elapsed_time(end) / 1000
+        self._spans.clear()
+        retained = density = None
+        if self._anchors:
+            retained, density = (torch.stack(column).mean().item() for column in zip(*self._anchors, strict=True))
+        sites = sorted({site for _, site in self.timeline})
+        return {
+            "counts": {a.value: self.counts[a.value] for a in Action},
+            "reasons": dict(self.reasons),
+            "passed_through": dict(self.passed),
+            "retained_mass": retained,
+            "realised_density": density,
+            "attention_seconds": {k: round(s, 6) for k, s in self._seconds.items()},
+            "sites": [f"{s.block_type} {s.block_index}" + (f".{s.ordinal}" if s.ordinal else "") for s in sites],
+            "timeline": [[step, sites.index(site), *what] for (step, site), what in sorted(self.timeline.items())],
+        }
+
+
+def report_text(report: dict) -> str:
+    """A run's report as one block to read and to paste."""
+    counts, plan, recipe = report["counts"], report["plan"], report["recipe"]
+    total = sum(counts.values())
+    lines = [
+        f"MC-Sparse {report['version']}: {report['status']}, {report['steps']} steps, {report['evaluations']} model evaluations, "
+        f"{report['seconds']:.1f} s",
+        f"  preset {plan['preset']}: density {recipe['density']:g}, tail {recipe['tail'] or 'none'}, grouping {recipe['grouping']}, "
+        f"granularity {recipe['granularity']}, residual {recipe['residual']}, backend {report['backend']}",
+        f"  attention calls: {counts['reuse']} reuse, {counts['anchor']} anchor, {counts['dense']} dense of {total}"
+        f" (anchors at steps {', '.join(map(str, report['anchors'])) or 'none'})",
+    ]
+    if report["reasons"]:
+        reasons = sorted(report["reasons"].items(), key=lambda r: -r[1])
+        lines.append("  dense because: " + ", ".join(f"{reason} {n}" for reason, n in reasons))
+    if report["retained_mass"] is not None:
+        lines.append(f"  retained mass {report['retained_mass']:.3f}, density {report['realised_density']:.3f} of keys realised")
+    if report["attention_seconds"]:
+        lines.append("  attention time: " + ", ".join(f"{k} {s:.2f} s" for k, s in report["attention_seconds"].items()))
+    lines.append(f"  cache at its largest: {report['cache_bytes'] / 2**20:.1f} MiB")
+    lines += [f"  note: {note}" for note in report["notes"]]
+    return "\n".join(lines)
