@@ -1,0 +1,66 @@
+"""Attention over all keys, and over the keys each group of queries selected."""
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..checks import check_bhsd, check_groups, check_same_length, check_selection
+from ..registry import AUTO, pick
+from ..residual import Residual
+from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = AUTO) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v in q's dtype (B, H, Sq, D), and the natural log of each row's sum of exponentials, (B, H, Sq) float32.
+
+    q (B, H, Sq, D), k and v (B, H, Sk, D), any strides. scale None: 1 / sqrt(D).
+    """
+    check_bhsd("dense_attention", q=q, k=k, v=v)
+    check_same_length("dense_attention", k=k, v=v)
+    return pick("dense_attention", Geometry.of(q, k), backend).dense_attention(q, k, v, _scale(scale, q))
+
+
+def token_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: QueryGroups,
+    selection: KeySelection,
+    *,
+    tail: PooledTail | None = None,
+    residual: Residual | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query over the keys its group selected, (B, H, Sq, D) in q's dtype and order.
+
+    return_lse: return (output, lse), lse (B, H, Sq) float32 as of dense_attention.
+    tail: one softmax over the selected keys and the pooled keys, whose logits get + ln n, n = keys of that cell the group did
+    not select; cells with n = 0 are left out. residual: added to the output (never to the lse).
+    A group without selected keys sees the tail alone; without a tail its output is 0 (plus residual) and its lse -inf.
+    """
+    op = "token_sparse_attention"
+    check_bhsd(op, q=q, k=k, v=v)
+    check_same_length(op, k=k, v=v)
+    check_groups(op, groups, q)
+    check_selection(op, selection, q, k)
+    if tail is not None:
+        cells = ceil_div(k.shape[2], tail.size)
+        if tuple(tail.k.shape) != (*k.shape[:2], cells, k.shape[3]) or tail.k.shape != tail.v.shape or tail.k.device != q.device:
+            raise ValueError(
+                f"{op}: the tail is {tuple(tail.k.shape)} on {tail.k.device}; needed is {(*k.shape[:2], cells, k.shape[3])} on {q.device}. "
+                "Pool the keys of this call (pool_cells)"
+            )
+    if residual is not None and tuple(residual.shape) != (*q.shape[:2], groups.order.shape[-1], q.shape[3]):
+        raise ValueError(
+            f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
+            f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
+        )
+    out, lse = pick(op, Geometry.of(q, k), backend).token_sparse_attention(q, k, v, groups, selection, tail, residual, _scale(scale, q))
+    return (out, lse) if return_lse else out
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)

@@ -1,0 +1,63 @@
+"""Checks of the public functions: what came, what is allowed, what to do. Done once per call, before a backend is picked."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .shapes import GROUP_SIZE, CellOrder, KeySelection, QueryGroups, ceil_div
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_bhsd(op: str, **tensors: Tensor) -> None:
+    """All are (B, H, S, D), of one supported dtype, on one device, with equal B, H and D and at least one token."""
+    first_name, first = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if t.dim() != 4 or t.numel() == 0:
+            raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}; needed is (B, H, S, D) with no empty dimension")
+        if t.dtype not in DTYPES:
+            raise ValueError(f"{op}: {name} is {t.dtype}; allowed are float32, bfloat16, float16. Convert it first")
+        if t.dtype != first.dtype or t.device != first.device:
+            raise ValueError(
+                f"{op}: {name} is {t.dtype} on {t.device} but {first_name} is {first.dtype} on {first.device}; they must agree"
+            )
+        if (*t.shape[:2], t.shape[3]) != (*first.shape[:2], first.shape[3]):
+            raise ValueError(f"{op}: {name} {tuple(t.shape)} and {first_name} {tuple(first.shape)} must agree in B, H and D")
+
+
+def check_same_length(op: str, **tensors: Tensor) -> None:
+    lengths = {name: t.shape[2] for name, t in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{op}: {' and '.join(lengths)} have {tuple(lengths.values())} tokens; they must agree")
+
+
+def check_cells(op: str, cells: CellOrder, length: int) -> None:
+    if len(cells) != length:
+        raise ValueError(f"{op}: the cell order has {len(cells)} tokens, the keys {length}; make it for these keys (keep_only compacts it)")
+
+
+def check_groups(op: str, groups: QueryGroups, q: Tensor) -> None:
+    """groups fit q (B, H, S, D): length, group count, device, and B and H equal to q's or 1."""
+    batch, heads, length, _ = q.shape
+    width = ceil_div(length, GROUP_SIZE) * GROUP_SIZE
+    shape = tuple(groups.order.shape)
+    if groups.length != length or shape not in {(b, h, width) for b in (1, batch) for h in (1, heads)}:
+        raise ValueError(
+            f"{op}: groups of {groups.length} queries with order {shape} do not fit q {tuple(q.shape)}; "
+            f"needed is order ({batch} or 1, {heads} or 1, {width}). Group again when the geometry changes"
+        )
+    if groups.order.device != q.device:
+        raise ValueError(f"{op}: groups are on {groups.order.device}, q on {q.device}; move the groups")
+
+
+def check_selection(op: str, selection: KeySelection, q: Tensor, k: Tensor) -> None:
+    """selection fits q and k: (B, H, G) of q, keys of k, device."""
+    groups = ceil_div(q.shape[2], GROUP_SIZE)
+    if tuple(selection.counts.shape) != (*q.shape[:2], groups):
+        raise ValueError(
+            f"{op}: the selection is for (B, H, G) = {tuple(selection.counts.shape)}, q needs {(*q.shape[:2], groups)}. "
+            "Select again when the geometry changes"
+        )
+    check_cells(op, selection.cells, k.shape[2])
+    if selection.bits.device != q.device:
+        raise ValueError(f"{op}: the selection is on {selection.bits.device}, q on {q.device}; move the selection")

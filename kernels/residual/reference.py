@@ -1,0 +1,186 @@
+"""Formats of a residual, each with what it stores and how far its values are from R.
+
+x is a value of R, x' what comes back.
+
+    bf16    values                                         |x - x'| <= 2^-8 |x| (half of that by rounding to nearest)
+    fp8     e4m3 values, one fp16 scale s per row          |x - x'| <= max(2^-4 |x|, 2^-10 s) (1 + 2^-9), s = row's largest |x| / 448
+    int4    -7..7, one fp16 scale s per 32 values          |x - x'| <= s / 2 (1 + 2^-7), s = their largest |x| / 7
+    int2    +-0.45 m, +-1.7 m, fp16 m per 32 values        |x - x'| <= max(0.65 m, |x| - 1.7 m) (1 + 2^-9), m = their mean |x|
+    rank-r  V (r, D) orthonormal rows, U = R V^T, bf16     ||R - R'|| <= sqrt(energy outside the top r directions) + 2^-6 ||R||, per head
+
+The levels of int2 are the best four for normally distributed values, near 1.05 m as the boundary (Max 1960). fp16 scales hold
+up to 65504 and down to 6e-8: values far outside that range are clipped or become 0.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..shapes import QueryGroups, ceil_div
+
+FORMATS = ("bf16", "fp8", "int4", "int2", "rank-8", "rank-16", "rank-32")
+SCALE_RUN = 32  # values along D that share a scale
+FP8_MAX, FP16_MAX = 448.0, 65504.0
+INT2_INNER, INT2_OUTER, INT2_BOUNDARY = 0.45, 1.7, 1.05
+# Subspace iterations, each a product with the Gram matrix, on r + OVERSAMPLING columns.
+SUBSPACE_ITERATIONS, OVERSAMPLING = 6, 8
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """A compressed residual in group order, shape (B, H, G*C, D); rows past the last query are 0.
+
+    payload by format, every tensor beginning (B, H, ...), D' = D rounded up to 32:
+    bf16: (values (G*C, D)); fp8: (values (G*C, D) float8_e4m3fn, scales (G*C, 1)); int4: (two values a byte (G*C, D'/2) uint8,
+    low half first, offset by 8; scales (G*C, D'/32)); int2: (four values a byte (G*C, D'/4) uint8, lowest bits first: bit 1 the sign,
+    bit 0 the outer level; scales (G*C, D'/32)); rank-r: (U (G*C, r) bfloat16, V (r, D) bfloat16). Scales are float16.
+    """
+
+    format: str
+    payload: tuple[Tensor, ...]
+    shape: tuple[int, int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.payload)
+
+    def expand(self, b: int, h: int) -> Tensor:
+        """Row b, head h in group order, (G*C, D) float32."""
+        parts = [t[b, h] for t in self.payload]
+        if rank_of(self.format) is not None:
+            return parts[0].float() @ parts[1].float()
+        return _DECODE[self.format](*parts)[:, : self.shape[3]]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Residual:
+        return replace(self, payload=tuple(t.to(device, non_blocking=non_blocking) for t in self.payload))
+
+
+def rank_of(fmt: str) -> int | None:
+    """r of "rank-<r>", None for other formats."""
+    name, _, rank = fmt.partition("-")
+    return int(rank) if name == "rank" and rank.isdecimal() and int(rank) > 0 else None
+
+
+def size_of(fmt: str, shape: torch.Size, rows: int) -> int:
+    """Bytes that `compress` will need for R of `shape` (B, H, S, D) in `rows` = G*C rows per head."""
+    batch, heads, _, dim = shape
+    runs = ceil_div(dim, SCALE_RUN)
+    rank = min(rank_of(fmt) or 0, dim)
+    per_row = {"bf16": 2 * dim, "fp8": dim + 2, "int4": 18 * runs, "int2": 10 * runs}.get(fmt, 2 * rank)
+    return batch * heads * (rows * per_row + 2 * rank * dim)
+
+
+def compress(r: Tensor, groups: QueryGroups, fmt: str) -> Residual:
+    """One head at a time; a rank above D is stored as D."""
+    batch, heads, _, dim = r.shape
+    shape = (batch, heads, groups.order.shape[-1], dim)
+    pairs = [(b, h) for b in range(batch) for h in range(heads)]
+    rank = rank_of(fmt)
+    if rank is None:
+        encoded = [_ENCODE[fmt](head_in_groups(r, groups, b, h)) for b, h in pairs]
+    else:
+        gram = torch.stack([_gram(r[b, h].float()) for b, h in pairs])
+        basis = top_directions(gram, min(rank, dim)).bfloat16()
+        encoded = [((head_in_groups(r, groups, b, h) @ v.float().mT).bfloat16(), v) for (b, h), v in zip(pairs, basis, strict=True)]
+    payload = tuple(torch.stack(part).unflatten(0, (batch, heads)) for part in zip(*encoded, strict=True))
+    return Residual(fmt, payload, shape)
+
+
+def head_in_groups(r: Tensor, groups: QueryGroups, b: int, h: int) -> Tensor:
+    """Row b, head h of r (B, H, S, D) in group order, (G*C, D) float32, 0 past the last query."""
+    order = groups.expanded(*r.shape[:2])[b, h]
+    rows = r.new_zeros((order.numel(), r.shape[3]), dtype=torch.float32)
+    rows[: groups.length] = r[b, h].index_select(0, order[: groups.length].long())
+    return rows
+
+
+def error_energy(r: Tensor, groups: QueryGroups, residual: Residual) -> float:
+    """||R - R'||^2."""
+    error = r.new_zeros((), dtype=torch.float64)
+    for b in range(r.shape[0]):
+        for h in range(r.shape[1]):
+            error += (head_in_groups(r, groups, b, h) - residual.expand(b, h)).square_().sum(dtype=torch.float64)
+    return float(error)
+
+
+def top_directions(gram: Tensor, rank: int) -> Tensor:
+    """Orthonormal rows (n, rank, D) near the top eigenvectors of symmetric gram (n, D, D), by subspace iteration.
+
+    The start is one fixed random basis, so the result is the same on every call.
+    """
+    dim = gram.shape[2]
+    width = min(dim, rank + OVERSAMPLING)
+    basis = torch.randn(dim, width, generator=torch.Generator().manual_seed(0)).to(gram.device).expand(len(gram), -1, -1)
+    gram = gram / gram.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny)
+    for _ in range(SUBSPACE_ITERATIONS):
+        basis = torch.linalg.qr(gram @ basis).Q
+    within = torch.linalg.eigh(basis.mT @ gram @ basis).eigenvectors  # ascending
+    return (basis @ within.flip(2)[..., :rank]).mT
+
+
+def _gram(x: Tensor) -> Tensor:
+    return x.mT @ x
+
+
+def _in_runs(x: Tensor) -> Tensor:
+    """(n, D) -> (n, D'/32, 32), zero padded."""
+    runs = ceil_div(x.shape[1], SCALE_RUN)
+    return pad(x, (0, runs * SCALE_RUN - x.shape[1])).view(len(x), runs, SCALE_RUN)
+
+
+def _scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as fp16 scale, and a divisor that is never 0."""
+    stored = x.clamp_max(FP16_MAX).half()
+    divisor = stored.float()
+    return stored, torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+
+
+def _encode_bf16(x: Tensor) -> tuple[Tensor]:
+    return (x.bfloat16(),)
+
+
+def _decode_bf16(values: Tensor) -> Tensor:
+    return values.float()
+
+
+def _encode_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    stored, divisor = _scale(x.abs().amax(1, keepdim=True) / FP8_MAX)
+    return (x / divisor).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), stored
+
+
+def _decode_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    return values.float() * scales.float()
+
+
+def _encode_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    runs = _in_runs(x)
+    stored, divisor = _scale(runs.abs().amax(2, keepdim=True) / 7)
+    levels = ((runs / divisor).round_().clamp_(-7, 7) + 8).to(torch.uint8).view(len(x), -1, 2)
+    return levels[..., 0] | levels[..., 1] << 4, stored.squeeze(2)
+
+
+def _decode_int4(packed: Tensor, scales: Tensor) -> Tensor:
+    levels = torch.stack([packed & 15, packed >> 4], 2).float().sub_(8)
+    return (levels.view(*scales.shape, SCALE_RUN) * scales.float()[..., None]).flatten(1)
+
+
+def _encode_int2(x: Tensor) -> tuple[Tensor, Tensor]:
+    runs = _in_runs(x)
+    real = _in_runs(torch.ones_like(x[:1])).sum(2)  # values in each run that are not padding
+    stored = (runs.abs().sum(2) / real).clamp_max_(FP16_MAX).half()
+    outer = runs.abs() > INT2_BOUNDARY * stored.float()[..., None]
+    codes = (outer.to(torch.uint8) | (runs < 0).to(torch.uint8) << 1).view(len(x), -1, 4)
+    return codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6, stored
+
+
+def _decode_int2(packed: Tensor, scales: Tensor) -> Tensor:
+    codes = torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 2)
+    levels = torch.tensor([INT2_INNER, INT2_OUTER, -INT2_INNER, -INT2_OUTER], device=packed.device)
+    return (levels[codes.int()].view(*scales.shape, SCALE_RUN) * scales.float()[..., None]).flatten(1)
+
+
+_ENCODE = {"bf16": _encode_bf16, "fp8": _encode_fp8, "int4": _encode_int4, "int2": _encode_int2}
+_DECODE = {"bf16": _decode_bf16, "fp8": _decode_fp8, "int4": _decode_int4, "int2": _decode_int2}
