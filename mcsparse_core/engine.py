@@ -45,8 +45,16 @@ def why_dense(plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, has_mask: bool)
     return None
 
 
-def attend(run: SparseRun, call: AttentionCall) -> Tensor | None:
-    """Attention of one call, (B, H, S, D) in q's dtype, or None where every row is dense: the host then runs its own."""
+def attend(run: SparseRun, call: AttentionCall, reason: str | None = None) -> Tensor | None:
+    """Attention of one call, (B, H, S, D) in q's dtype, or None where every row is dense: the host then runs its own.
+
+    reason: why the call cannot be sparse (`why_dense`), if so.
+    """
+    reason = run.decline or reason or (None if call.branches else "the host names no conditioning")
+    if reason:
+        for _ in call.branches or (None,):
+            run.stats.count(run.step, call.site, Action.DENSE, reason)
+        return None
     decisions = [_decide(run, call, branch, rows) for branch, rows in call.branches]
     for decision in decisions:
         run.stats.count(run.step, call.site, decision.action, decision.reason)
@@ -57,8 +65,6 @@ def attend(run: SparseRun, call: AttentionCall) -> Tensor | None:
 
 
 def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Decision:
-    if run.decline:
-        return Decision(Action.DENSE, run.decline)
     state = run.cache.get(call.site, branch, run.evaluation)
     if state is not None and state.shape != _shape(call, rows):
         run.cache.drop(call.site, branch)

@@ -152,4 +152,4 @@ class SparseRun:
                 self.note("at most one step could be reused; MC-Sparse pays off from about 6 steps on")
             dense, reuse = counts["dense"], counts["reuse"]
             if dense and seconds.get("dense") and seconds["reuse"] / reuse > seconds["dense"] / dense:
-                self.note("sparse attention was slower than dense here (short sequences, or no fast kernel for this device): bypass the node")
+                self.note("sparse attention was slower than dense here (short sequences, or no fast kernel for this device): bypass it")

@@ -1,0 +1,239 @@
+"""The demo: one clip, denoised dense and by several sparse methods side by side, with the same seed, prompt and steps.
+
+Every step is run for all methods in turn, so that their times are taken under the same load. `main` writes a GIF and metrics.json.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..kernels import registry
+from ..kernels.shapes import Geometry
+from ..mcsparse_core.diffusers_host import self_attention, sparsify
+from ..mcsparse_core.plan import SparsePlan
+from ..mcsparse_core.run import SparseRun
+from ..mcsparse_core.schedule import flow_progress
+from . import codec, prompts
+from .metrics import psnr, ssim
+from .picture import side_by_side
+from .vanilla import VanillaBlockSparse
+
+HERE = Path(__file__).parent
+GRID = (13, 18, 18)  # tokens; nothing we use divides it
+SHIFT = 3.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the demo: a method's name in metrics.json and the plan it runs, None for dense and for the block-sparse baseline."""
+
+    name: str
+    method: str
+    density: float
+    plan: SparsePlan | None = None
+
+
+def methods(backend: str) -> list[Method]:
+    """dense, the paper's method, ours and vanilla block-sparse, all with the same warm-up."""
+
+    def plan(preset: str, density: float) -> SparsePlan:
+        return SparsePlan(preset=preset, density=density, min_tokens=1024, backend=backend)
+
+    return [
+        Method("dense", "dense", 1.0),
+        Method("vanilla block-sparse 25 %", "vanilla-bsa", 0.25),
+        Method("paper 25 %", "mc-sparse-paper", 0.25, plan("paper", 0.25)),
+        Method("paper 15 %", "mc-sparse-paper", 0.15, plan("paper", 0.15)),
+        Method("ours 15 %", "mc-sparse", 0.15, plan("auto", 0.15)),
+        Method("ours 10 %", "mc-sparse", 0.10, plan("auto", 0.10)),
+    ]
+
+
+@dataclass
+class Lane:
+    """One method's clip on its way from noise to picture."""
+
+    method: Method
+    transformer: torch.nn.Module
+    latents: Tensor
+    run: SparseRun | None = None
+    vanilla: VanillaBlockSparse | None = None
+    report: dict | None = None
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # of each model evaluation, by kind of step
+
+    def kind(self, step: int) -> str:
+        timeline = self.run.timeline if self.run else self.vanilla.timeline if self.vanilla else None
+        if timeline is None or timeline.due(step) is None or step >= timeline.dense_from:
+            return "dense"
+        return "anchor" if self.run and step in timeline.anchors else "reuse"
+
+    def counts(self) -> dict[str, int]:
+        if self.run:
+            return {kind: self.run.stats.counts[kind] for kind in ("dense", "anchor", "reuse")}
+        if self.vanilla:
+            return {"dense": self.vanilla.dense_calls, "anchor": 0, "reuse": self.vanilla.sparse_calls}
+        return {"dense": sum(map(len, self.seconds.values())) * len(self.transformer.blocks), "anchor": 0, "reuse": 0}
+
+    def dit_seconds(self) -> float:
+        """Time of all model evaluations: for each kind of step, their number times their median."""
+        return sum(len(s) * statistics.median(s) for s in self.seconds.values())
+
+
+def load_model(device: torch.device, dtype: torch.dtype):
+    """The demo model as a diffusers WanTransformer3DModel, from the files beside this module."""
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel.from_single_file(str(HERE / "model.safetensors"), config=str(HERE), torch_dtype=dtype).to(device).eval()
+
+
+def flow_sigmas(steps: int, shift: float = SHIFT) -> list[float]:
+    """steps + 1 descending noise levels of a shifted rectified-flow schedule, 1 to 0."""
+    u = [1 - i / steps for i in range(steps + 1)]
+    return [shift * x / (1 + (shift - 1) * x) for x in u]
+
+
+@torch.inference_mode()
+def compare(
+    prompt: str, steps: int, seed: int, grid=GRID, device: torch.device | None = None, tick=lambda text: None
+) -> tuple[list[Lane], dict]:  # fmt: skip
+    """Denoises one clip with every method, step by step in turn. Returns the lanes, latents (1, 16, F, 2H, 2W) in each, and machine facts.
+
+    tick(text) is called before each model evaluation.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(device, dtype)
+    f, h, w = grid
+    noise = torch.randn(1, 16, f, 2 * h, 2 * w, generator=torch.Generator().manual_seed(seed)).to(device)
+    probe = torch.empty(1, model.config.num_attention_heads, f * h * w, model.config.attention_head_dim, dtype=dtype, device=device)
+    backend = "reference" if registry.why_none(Geometry.of(probe, probe)) else "auto"
+    sigmas = flow_sigmas(steps)
+    progress = flow_progress(sigmas, SHIFT)
+    text = prompts.embedding(prompt).to(device, dtype)
+    lanes = []
+    with ExitStack() as stack:
+        for method in methods(backend):
+            lane = Lane(method, copy.deepcopy(model), noise.clone())
+            if method.plan:
+                lane.run = stack.enter_context(sparsify(lane.transformer, method.plan, sigmas, progress))
+            elif method.method == "vanilla-bsa":
+                # The paper's warm-up and dense layers, as the paper gives its baselines.
+                lane.vanilla = VanillaBlockSparse(SparsePlan(preset="paper", density=method.density), progress[:-1], backend)
+                stack.enter_context(self_attention(lane.transformer, lane.vanilla))
+            lanes.append(lane)
+        lanes[0].transformer(noise.to(dtype), torch.ones(1, device=device) * 1000, text)  # first-touch costs stay out of the times
+        for step in range(steps):
+            for lane in lanes:
+                tick(lane.method.name)
+                _step(lane, step, sigmas, text, dtype)
+        for lane in lanes:
+            if lane.run:
+                lane.report = lane.run.close()
+    machine = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
+    }
+    return lanes, machine
+
+
+def _step(lane: Lane, step: int, sigmas: list[float], text: Tensor, dtype: torch.dtype):
+    sigma, device = sigmas[step], lane.latents.device
+    timestep = torch.full((1,), sigma * 1000, device=device)
+    if lane.run:
+        lane.run.begin_evaluation(sigma)
+    elif lane.vanilla:
+        lane.vanilla.step = step
+    began = _clock(device)
+    velocity = lane.transformer(lane.latents.to(dtype), timestep, text, return_dict=False)[0]
+    lane.seconds[lane.kind(step)].append(_clock(device) - began)
+    lane.latents += (sigmas[step + 1] - sigma) * velocity.float()
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def results(lanes: list[Lane]) -> tuple[list[dict], list[Tensor]]:
+    """One row per lane for metrics.json, and the clips (1, 3, T, H, W) in [-1, 1]."""
+    clips = [codec.decode(lane.latents.float().cpu()) for lane in lanes]
+    rows = []
+    for lane, clip in zip(lanes, clips, strict=True):
+        is_dense = lane.method.method == "dense"
+        source = lane.report if lane.run else lane.vanilla.measured() if lane.vanilla else {}
+        rows.append({
+            "name": lane.method.name,
+            "method": lane.method.method,
+            "density": lane.method.density,
+            "realised_density": 1.0 if is_dense else source["realised_density"],
+            "psnr_db": None if is_dense else psnr(clip, clips[0]),
+            "ssim": None if is_dense else ssim(clip, clips[0]),
+            "retained_mass": 1.0 if is_dense else source["retained_mass"],
+            "dit_seconds": lane.dit_seconds(),
+            "counts": lane.counts(),
+            "step_seconds": {kind: {"median": statistics.median(s), "steps": len(s)} for kind, s in lane.seconds.items()},
+        })  # fmt: skip
+    return rows, clips
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as text."""
+    lines = [f"{'method':<28}{'PSNR dB':>9}{'SSIM':>8}{'keys':>8}{'mass':>8}{'DiT s':>9}{'vs dense':>10}   calls dense/anchor/reuse"]
+    dense = rows[0]["dit_seconds"]
+    for r in rows:
+        quality = f"{'-':>9}{'-':>8}" if r["psnr_db"] is None else f"{r['psnr_db']:>9.1f}{r['ssim']:>8.4f}"
+        calls = "/".join(str(r["counts"][k]) for k in ("dense", "anchor", "reuse"))
+        lines.append(
+            f"{r['name']:<28}{quality}{r['realised_density']:>8.3f}{r['retained_mass']:>8.3f}{r['dit_seconds']:>9.2f}"
+            f"{dense / r['dit_seconds']:>9.2f}x   {calls}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the demo and writes comparison.gif and metrics.json into a folder. Returns an exit code."""
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(prog="run.py demo", description="Denoise one clip dense and sparse, and compare.")
+    names = prompts.names()
+    parser.add_argument("--prompt", default=names[0], choices=names, metavar="NAME", help="one of: " + "; ".join(names))
+    parser.add_argument("--steps", type=int, default=24, help="Euler steps (default 24)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the results (default demo/out)")
+    args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error(f"--steps is {args.steps}; 2 or more, 24 to 30 show what the methods do")
+    with tqdm(total=args.steps * len(methods("auto")), unit="evaluation", smoothing=0.05) as bar:
+
+        def tick(text: str):
+            bar.set_description(f"{text:<26}")
+            bar.update()
+
+        lanes, machine = compare(args.prompt, args.steps, args.seed, tick=tick)
+    rows, clips = results(lanes)
+    args.out.mkdir(parents=True, exist_ok=True)
+    side_by_side(clips, [r["name"] for r in rows], args.out / "comparison.gif")
+    facts = {"version": __version__, "prompt": args.prompt, "steps": args.steps, "seed": args.seed, "shift": SHIFT, "cfg": 1.0,
+             "sampler": "euler", "grid": list(GRID), "tokens": GRID[0] * GRID[1] * GRID[2], **machine}  # fmt: skip
+    (args.out / "metrics.json").write_text(json.dumps({**facts, "runs": rows}, indent=1) + "\n")
+    print(f"\n{facts['tokens']} tokens ({'x'.join(map(str, GRID))}), {args.steps} Euler steps, {machine['device']}, "
+          f"torch {machine['torch']}, {machine['dtype']}")  # fmt: skip
+    print(table(rows))
+    print(f"\nPSNR and SSIM of the clip against dense; keys: selected share; mass: attention mass it holds at anchors.\nWrote {args.out}")
+    return 0

@@ -1,0 +1,78 @@
+"""What this machine can run, and why not."""
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+from . import __version__
+
+OPTIONAL = {  # distribution -> what it is for
+    "triton": "kernels for NVIDIA cards from Ampere on",
+    "nvidia-cutlass-dsl": "building the Hopper kernel",
+    "flash-attn": "fast dense steps",
+    "diffusers": "the demo, and the pack outside ComfyUI",
+    "imageio": "the demo's GIF",
+}
+HEAD_DIMS = (64, 128)
+
+
+def main() -> int:
+    """Prints the report; 0 if MC-Sparse can be sparse on some device here, 1 if every call would be dense."""
+    print(f"MC-Sparse {__version__}, Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
+    try:
+        import torch
+    except ImportError as e:
+        print(f"PyTorch: {e}. Install it (ComfyUI brings it), nothing runs without.")
+        return 1
+    from .kernels import registry
+    from .kernels.shapes import Geometry
+
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    devices = [("cpu", torch.float32, None)]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            print(f"GPU {i}: {p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB")
+            devices.append(("cuda", torch.bfloat16, (p.major, p.minor)))
+    else:
+        built = torch.version.cuda or torch.version.hip
+        print("GPU: none" + (f" that PyTorch (built for {built}) can use" if built else "; this PyTorch is built for the CPU only"))
+    sparse = False
+    print("\nKernels, by operation (auto takes the first that can):")
+    for device, dtype, capability in devices:
+        for head_dim in HEAD_DIMS:
+            geometry = Geometry(1, 12, 32760, 32760, head_dim, dtype, device, capability)
+            why = registry.why_none(geometry)
+            sparse |= why is None
+            print(f"  {device}, head dim {head_dim}, {str(dtype).removeprefix('torch.')}: {'sparse' if why is None else 'dense, ' + why}")
+            if head_dim == HEAD_DIMS[-1]:
+                for op in registry.operations():
+                    candidates = ", ".join(f"{name} ({reason or 'can'})" for name, reason in registry.reasons(op, geometry).items())
+                    print(f"    {op}: {candidates}")
+    print("\nOptional packages:")
+    for name, purpose in OPTIONAL.items():
+        print(f"  {name}: {_version(name)} ({purpose})")
+    found = ", ".join(map(str, comfyui_folders()))
+    print("\nComfyUI: " + (found or "none found (COMFYUI_PATH, ~/ComfyUI*); the nodes load wherever it runs"))
+    return 0 if sparse else 1
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def comfyui_folders() -> list[Path]:
+    """ComfyUI checkouts: those in COMFYUI_PATH (separated like PATH), else ~/ComfyUI*, else the one this pack lies in."""
+    named = os.environ.get("COMFYUI_PATH")
+    if named:
+        found = [Path(p).expanduser() for p in named.split(os.pathsep) if p]
+    else:
+        found = sorted(Path.home().glob("ComfyUI*")) or list(Path(__file__).resolve().parents)
+    return [p for p in found if (p / "comfy" / "samplers.py").is_file()]

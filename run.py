@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""One command for a fresh clone: makes .venv, installs what is needed and runs.
+
+    python3 run.py demo      one clip, dense and sparse side by side
+    python3 run.py test      the whole test suite
+    python3 run.py doctor    what this machine can run, and why not
+
+Needs only Python 3.10 or newer with venv. PyTorch is taken from the Python that runs this, if it has it.
+"""
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ENV = ROOT / ".venv"
+BIN = ENV / ("Scripts" if os.name == "nt" else "bin")
+TORCH = "torch==2.13.0"
+EXTRAS = {"demo": "demo", "test": "test", "doctor": ""}
+
+
+def main() -> int:
+    if sys.version_info < (3, 10):
+        print(f"MC-Sparse needs Python 3.10 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
+        return 2
+    command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if command not in EXTRAS:
+        print(__doc__)
+        return 0 if command in ("-h", "--help") else 2
+    try:
+        set_up(EXTRAS[command])
+    except subprocess.CalledProcessError as e:
+        print(f"\nSetting up {ENV} failed: {' '.join(map(str, e.cmd))} ended with {e.returncode}. Its last lines above say why.")
+        return 1
+    if command == "test":
+        return test(arguments)
+    return subprocess.call([BIN / "mc-sparse", command, *arguments])
+
+
+def set_up(extra: str):
+    """Makes .venv and installs the package with an extra, unless that was done for this pyproject.toml."""
+    stamp = ENV / f".mc-sparse-{extra or 'base'}"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted and any((BIN / p).exists() for p in ("python", "python.exe")):
+        return
+    has_torch = importlib.util.find_spec("torch") is not None
+    if not ENV.exists():
+        print(f"Making {ENV}" + (" over this Python's PyTorch" if has_torch else ""), flush=True)
+        venv.create(ENV, with_pip=True, system_site_packages=has_torch, symlinks=os.name != "nt")
+    pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if subprocess.call([BIN / "python", "-c", "import torch"], stderr=subprocess.DEVNULL):
+        print(f"Installing {TORCH} (the largest part)", flush=True)
+        subprocess.run([*pip, TORCH], check=True)
+    print("Installing MC-Sparse" + (f" for {extra}" if extra else ""), flush=True)
+    subprocess.run([*pip, "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT)], check=True)
+    stamp.write_text(wanted)
+
+
+def test(arguments: list) -> int:
+    """Lint, then every test; ComfyUI tests run where a ComfyUI is found (COMFYUI_PATH, COMFYUI_PYTHON)."""
+    lint = subprocess.call([BIN / "ruff", "check", "."], cwd=ROOT)
+    return subprocess.call([BIN / "python", "-m", "pytest", *arguments], cwd=ROOT) or lint
+
+
+if __name__ == "__main__":
+    sys.exit(main())
