@@ -113,7 +113,7 @@ class SparseRun:
     def close(self, status: str = "finished") -> dict:
         """Lets everything go and returns the report: plain values only. status: finished, interrupted or failed."""
         # After a failure the device may be unusable, so nothing is read from it.
-        numbers = self.stats.numbers() if status == "finished" else RunStats().numbers() | {"counts": dict(self.stats.counts)}
+        numbers = self.stats.numbers(read_device=status == "finished")
         peak = self.cache.peak_bytes
         self.cache.clear()
         self._cells.clear()
@@ -140,6 +140,8 @@ class SparseRun:
             return
         if self.decline:
             self.note(f"this run was dense: {self.decline}")
+        elif not sum(counts.values()) and (short := [r for r in numbers["passed_through"] if r != "cross-attention"]):
+            self.note(f"0 calls were sparse: all self-attention is {', '.join(short)}")
         elif not sum(counts.values()):
             self.note("no attention call reached MC-Sparse: this model or another node bypasses it, so nothing was changed")
         elif not counts["reuse"]:

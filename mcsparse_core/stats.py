@@ -47,8 +47,11 @@ class RunStats:
         end.record()
         self._spans.append((kind, begin, end))
 
-    def numbers(self) -> dict:
-        """Everything counted so far as plain values; waits for the device once."""
+    def numbers(self, read_device: bool = True) -> dict:
+        """Everything counted so far as plain values; waits for the device once. read_device False: only what the host knows."""
+        if not read_device:
+            self._spans.clear()
+            self._anchors.clear()
         if self._spans:
             self._spans[-1][2].synchronize()
         for kind, begin, end in self._spans:
@@ -68,6 +71,15 @@ class RunStats:
             "sites": [f"{s.block_type} {s.block_index}" + (f".{s.ordinal}" if s.ordinal else "") for s in sites],
             "timeline": [[step, sites.index(site), *what] for (step, site), what in sorted(self.timeline.items())],
         }
+
+
+def one_line(report: dict) -> str:
+    """A run's report in one line, for a log."""
+    counts = report["counts"]
+    return (
+        f"{report['status']}, {report['steps']} steps in {report['seconds']:.1f} s; attention calls: {counts['reuse']} reuse, "
+        f"{counts['anchor']} anchor, {counts['dense']} dense; cache {report['cache_bytes'] / 2**20:.1f} MiB"
+    )
 
 
 def report_text(report: dict) -> str:
