@@ -40,7 +40,8 @@ def call_of(run, q, k, v, block=0, layout=None, exact=True, host=None):
         return (host or F.scaled_dot_product_attention)(q[rows], k[rows], v[rows])
 
     site = run.site("double", block, 2)
-    return AttentionCall(q, k, v, q.shape[-1] ** -0.5, site, run.branches(q.shape[0], q.shape[2]), layout or TokenLayout(GRID), dense, exact)
+    branches = run.branches(q.shape[0], q.shape[2])
+    return AttentionCall(q, k, v, q.shape[-1] ** -0.5, site, branches, layout or TokenLayout(GRID), dense, exact)
 
 
 def sample(run, per_step, conds=(("u", 0),), blocks=1, **kwargs):
