@@ -40,7 +40,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "pool_cells": (Candidate(REFERENCE, ".pooling.reference"),),
     "dense_attention": (Candidate("torch", ".attention.torch_dense"), Candidate(REFERENCE, ".attention.reference")),
     "select_keys": (Candidate(REFERENCE, ".selection.reference"),),
-    "token_sparse_attention": (Candidate("torch", ".attention.torch_sparse"), Candidate(REFERENCE, ".attention.reference")),
+    "token_sparse_attention": (Candidate(REFERENCE, ".attention.reference"),),
 }
 
 
@@ -50,8 +50,11 @@ def candidates(op: str) -> tuple[Candidate, ...]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """Every request a user can make: "auto", "reference", then the fast backends in order of preference."""
-    fast = dict.fromkeys(c.name for op in _CANDIDATES for c in _CANDIDATES[op] if c.name != REFERENCE)
+    """Every request a user can make: "auto", "reference", then the fast backends in order of preference.
+
+    Backends of dense attention alone are not among them: it is exact in all of them, so `auto` decides.
+    """
+    fast = dict.fromkeys(c.name for op in _CANDIDATES if op != "dense_attention" for c in _CANDIDATES[op] if c.name != REFERENCE)
     return (AUTO, REFERENCE, *fast)
 
 
@@ -61,9 +64,10 @@ def pick(op: str, geometry: Geometry, request: str = AUTO) -> ModuleType:
     request "auto": the first candidate that can. A name: that backend, or BackendUnavailable. A name that other operations
     have but this one does not ("hopper" for pooling, say) is read as "auto" here.
     """
-    if request not in backend_names():
-        raise BackendUnavailable(f"{op}: there is no backend {request!r}; choose one of {', '.join(backend_names())}")
     named = any(c.name == request for c in candidates(op))
+    if not named and request not in backend_names():
+        known = dict.fromkeys((*backend_names(), *(c.name for c in candidates(op))))
+        raise BackendUnavailable(f"{op}: there is no backend {request!r}; choose one of {', '.join(known)}")
     for candidate in candidates(op):
         if named and candidate.name != request:
             continue

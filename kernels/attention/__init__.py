@@ -58,7 +58,8 @@ def token_sparse_attention(
             f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
             f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
         )
-    out, lse = pick(op, Geometry.of(q, k), backend).token_sparse_attention(q, k, v, groups, selection, tail, residual, _scale(scale, q))
+    module = pick(op, Geometry.of(q, k), backend)
+    out, lse = module.token_sparse_attention(q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse)
     return (out, lse) if return_lse else out
 
 

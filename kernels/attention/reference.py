@@ -1,8 +1,5 @@
-"""The definition of both attentions in float32 PyTorch, one head at a time."""
+"""The definition of both attentions in float32 PyTorch, one head at a time; on the CPU also the fast way to compute the sparse one."""
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +10,6 @@ from ..selection.bits import places_of, unselected_in_cells
 from ..shapes import GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups
 
 NAME = "reference"
-
-# (queries (g, C, D), keys (g, K, D), values (g, K, D), bias (g, K) or None) -> output (g, C, D), lse (g, C)
-Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 
 
 def why_not(geometry: Geometry) -> str | None:
@@ -29,56 +23,40 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
         for h in range(q.shape[1]):
             keys, values = k[b, h].float(), v[b, h].float()
             for rows in chunks(q.shape[2], 4 * k.shape[2], q.device, at_least=GROUP_SIZE):
-                o, l = attend(q[b, h, rows].float()[None], keys[None], values[None], None, scale)
-                out[b, h, rows], lse[b, h, rows] = o[0], l[0]
+                scores = q[b, h, rows].float().mul(scale) @ keys.mT
+                lse[b, h, rows] = scores.logsumexp(1)
+                out[b, h, rows] = torch.softmax(scores, 1) @ values
     return out, lse
 
 
 def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection,
-    tail: PooledTail | None, residual: Residual | None, scale: float,
-) -> tuple[Tensor, Tensor]:
-    return by_gathering(q, k, v, groups, selection, tail, residual, partial(attend, scale=scale))
+    tail: PooledTail | None, residual: Residual | None, scale: float, with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output (B, H, S, D) in q's dtype and token order, and the lse (B, H, S) float32 when asked for.
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention with its log-sum-exp; every query has at least one key whose bias is not -inf."""
-    scores = torch.bmm(q * scale, k.mT)
-    if bias is not None:
-        scores += bias[:, None, :]
-    top = scores.amax(2, keepdim=True)
-    weights = scores.sub_(top).exp_()
-    total = weights.sum(2, keepdim=True)
-    return torch.bmm(weights, v).div_(total), (top + total.log()).squeeze(2)
-
-
-def by_gathering(
-    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection,
-    tail: PooledTail | None, residual: Residual | None, attend: Attend,
-) -> tuple[Tensor, Tensor]:
-    """Token-sparse attention that copies each group's rows together and leaves the softmax to `attend`.
-
-    Per head, keys (and values) are laid out once as [keys in cell order][pooled keys]; the rows of a group are its selected
-    places and all cells of the tail. A bias carries ln n of the tail, and -inf for padding where counts differ.
+    Per head, keys (and values) are laid out once as [keys in cell order][pooled keys], queries in group order.
     """
     batch, heads, length, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
+    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device) if with_lse else None
+    queries = torch.zeros((groups.count, GROUP_SIZE, dim), dtype=torch.float32, device=q.device)  # slack rows stay 0
     orders = groups.expanded(batch, heads)
     for b in range(batch):
         for h in range(heads):
             order = orders[b, h, :length].long()
-            in_groups = q.new_zeros(groups.count * GROUP_SIZE, dim, dtype=torch.float32)
-            in_groups[:length] = q[b, h].index_select(0, order)
+            live = queries.view(-1, dim)[:length]
+            live.copy_(q[b, h].index_select(0, order)).mul_(scale)
             keys = _rows(k[b, h], selection, None if tail is None else tail.k[b, h])
             values = _rows(v[b, h], selection, None if tail is None else tail.v[b, h])
             unselected = None if tail is None else unselected_in_cells(selection, b, h, tail.size)
-            o, l = _head(in_groups.view(groups.count, GROUP_SIZE, dim), keys, values, selection, unselected, (b, h), attend)
+            o, l = _one_head(queries, keys, values, *places_of(selection, b, h), unselected, with_lse)
             o = o.view(-1, dim)
             if residual is not None:
                 o += residual.expand(b, h)
             out[b, h].index_copy_(0, order, o[:length].to(q.dtype))
-            lse[b, h].index_copy_(0, order, l.view(-1)[:length])
+            if with_lse:
+                lse[b, h].index_copy_(0, order, l.view(-1)[:length])
     return out, lse
 
 
@@ -88,34 +66,49 @@ def _rows(x: Tensor, selection: KeySelection, pooled: Tensor | None) -> Tensor:
     return rows if pooled is None else torch.cat([rows, pooled.float()])
 
 
-def _head(
-    q: Tensor, keys: Tensor, values: Tensor, selection: KeySelection, unselected: Tensor | None, head: tuple[int, int], attend: Attend,
-) -> tuple[Tensor, Tensor]:
-    """Output (G, C, D) and lse (G, C) float32 of one head's groups q (G, C, D)."""
-    places, counts = places_of(selection, *head)  # (G, widest) with 0 after the count, (G,)
-    widest = places.shape[1]
-    index, bias = places, None
-    ragged = bool((counts != widest).any())
-    if ragged or unselected is not None:
-        bias = q.new_zeros(places.shape)
-        if ragged:
-            bias.masked_fill_(torch.arange(widest, device=q.device) >= counts[:, None], float("-inf"))
-    if unselected is not None:
-        pooled = torch.arange(len(selection.cells), keys.shape[0], device=q.device).expand(len(counts), -1)
-        index = torch.cat([places, pooled], 1)
-        bias = torch.cat([bias, unselected.log()], 1)
+def _one_head(
+    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, counts: Tensor, unselected: Tensor | None, with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output (G, C, D) and lse (G, C) of scaled queries (G, C, D) over each group's rows of keys and values (S + nb, D).
 
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"))
+    places (G, widest) are the rows of the selected keys, of which the first counts (G,) are meant; unselected (G, nb) None
+    without a tail. Rows of a chunk of groups are copied together, so that the rest is two batched products and a softmax.
+    """
+    total, dim = queries.shape[0], queries.shape[2]
+    index, bias, first_biased = places, None, places.shape[1]
+    ragged = bool((counts != places.shape[1]).any())
+    if ragged:  # columns from the smallest count on are padding for some group
+        first_biased = int(counts.min())
+        padding = torch.arange(first_biased, places.shape[1], device=places.device) >= counts[:, None]
+        bias = torch.zeros(padding.shape, device=places.device).masked_fill_(padding, float("-inf"))
+    if unselected is not None:
+        pooled = torch.arange(keys.shape[0] - unselected.shape[1], keys.shape[0], device=places.device)
+        index = torch.cat([places, pooled.expand(total, -1)], 1)
+        logs = unselected.log()  # -inf for cells that are selected whole: they drop out
+        bias = logs if bias is None else torch.cat([bias, logs], 1)
+
     width = index.shape[1]
+    out = torch.empty_like(queries)
+    lse = queries.new_empty(queries.shape[:2]) if with_lse else None
     if width == 0:
-        return out, lse
-    for some in chunks(len(counts), 4 * width * (2 * q.shape[2] + GROUP_SIZE), q.device):
-        at = index[some].reshape(-1)
-        rows = (-1, width, q.shape[2])
-        some_bias = None if bias is None else bias[some]
-        o, l = attend(q[some], keys.index_select(0, at).view(rows), values.index_select(0, at).view(rows), some_bias)
-        if ragged and unselected is None:  # a group without any key: nothing to attend to
-            none = counts[some] == 0
-            o, l = o.masked_fill(none[:, None, None], 0), l.masked_fill(none[:, None], float("-inf"))
-        out[some], lse[some] = o, l
+        return out.zero_(), None if lse is None else lse.fill_(float("-inf"))
+    parts = list(chunks(total, 4 * width * (2 * dim + GROUP_SIZE), queries.device))
+    most = parts[0].stop
+    # Reused by every chunk: fresh memory of this size costs page faults.
+    key_rows, value_rows = queries.new_empty(2, most * width, dim)
+    score_rows = queries.new_empty(most, GROUP_SIZE, width)
+    for part in parts:
+        n = part.stop - part.start
+        at = index[part].reshape(-1)
+        torch.index_select(keys, 0, at, out=key_rows[: n * width])
+        torch.index_select(values, 0, at, out=value_rows[: n * width])
+        scores = torch.bmm(queries[part], key_rows[: n * width].view(n, width, dim).mT, out=score_rows[:n])
+        if bias is not None:
+            scores[:, :, first_biased:] += bias[part, None, :]
+        if with_lse:
+            lse[part] = scores.logsumexp(2)
+        torch.softmax(scores, 2, out=scores)
+        torch.bmm(scores, value_rows[: n * width].view(n, width, dim), out=out[part])
+    if ragged and unselected is None:  # a group without any key: the softmax of nothing is NaN
+        out.masked_fill_((counts == 0)[:, None, None], 0)
     return out, lse

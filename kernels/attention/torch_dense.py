@@ -14,7 +14,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def why_not(geometry: Geometry) -> str | None:
     if geometry.device_type == "cpu":
-        return why_not_cpu_flash()
+        return _why_not_cpu_flash()
     if geometry.device_type != "cuda":
         return f"has no fused attention with a log-sum-exp on {geometry.device_type}"
     if geometry.dtype not in _HALF:
@@ -29,27 +29,25 @@ def why_not(geometry: Geometry) -> str | None:
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if q.device.type == "cpu":
-        return cpu_flash(q, k, v, None, scale)
+        return _cpu_flash(q, k, v, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
     return out, lse[..., : q.shape[2]]
 
 
-def cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash attention for the CPU: output like q, lse (B, H, S) float32. bias broadcasts to (B, H, Sq, Sk)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
 
 
 @cache
-def why_not_cpu_flash() -> str | None:
+def _why_not_cpu_flash() -> str | None:
     """None when the CPU operator exists and agrees with the definition on a small case; it is private to PyTorch, so look first."""
     q = torch.linspace(-2, 2, 2 * 3 * 8).view(1, 2, 3, 8)
     k = q.flip(2).cos()
-    bias = torch.tensor([0.5, 0.0, float("-inf")])
     try:
-        out, lse = cpu_flash(q, k, k.sin(), bias.view(1, 1, 1, 3), 0.5)
+        out, lse = _cpu_flash(q, k, k.sin(), 0.5)
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"PyTorch {torch.__version__} lacks flash attention for the CPU ({error})"
-    scores = q @ k.mT * 0.5 + bias
+    scores = q @ k.mT * 0.5
     expected = scores.softmax(-1) @ k.sin(), scores.logsumexp(-1)
     if out.shape != q.shape or lse.shape != q.shape[:3] or not all(map(torch.allclose, (out, lse), expected)):
         return f"flash attention for the CPU of PyTorch {torch.__version__} does not return what is needed"

@@ -32,13 +32,15 @@ def group_queries(q: Tensor) -> QueryGroups:
         for n in sorted({n for _, n in level}):
             starts = torch.tensor([start for start, size in level if size == n], device=q.device)
             places = starts[:, None] + torch.arange(n, device=q.device)  # (nodes, n)
-            nodes_per_chunk = chunks(starts.numel(), 4 * n * dim, q.device)
-            for some in nodes_per_chunk:
-                here = places[some].flatten()
-                for row in range(rows):
-                    tokens = order[row, here].view(-1, n)
-                    x = q[row // heads, row % heads].index_select(0, tokens.flatten()).view(*tokens.shape, dim).float()
-                    order[row, here] = tokens.gather(1, _principal_projection(x).argsort(dim=1, stable=True)).flatten()
+            nodes = len(starts)
+            for some_rows in chunks(rows, 4 * n * dim * nodes, q.device):
+                together = some_rows.stop - some_rows.start
+                for some_nodes in chunks(nodes, 4 * n * dim * together, q.device):
+                    here = places[some_nodes].flatten()
+                    tokens = order[some_rows, here]
+                    x = torch.stack([q[row // heads, row % heads].index_select(0, t) for row, t in enumerate(tokens, some_rows.start)])
+                    by_projection = _principal_projection(x.float().view(-1, n, dim)).argsort(dim=1, stable=True)
+                    order[some_rows, here] = tokens.view(-1, n).gather(1, by_projection).view(together, -1)
         level = [part for start, n in level for part in _halves(start, n)]
     return QueryGroups(_canonical(order).view(batch, heads, -1), length)
 
@@ -56,15 +58,22 @@ def _principal_projection(x: Tensor) -> Tensor:
     """
     x -= x.mean(1, keepdim=True)
     gram = x.mT @ x
-    largest = gram.diagonal(dim1=1, dim2=2).argmax(1)
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    largest = diagonal.argmax(1)
+    # Divided by its trace, the largest eigenvalue is in 1/D..1: eight products cannot leave the range of float32.
+    gram /= diagonal.sum(1).clamp_min(torch.finfo(x.dtype).tiny)[:, None, None]
     direction = gram.gather(1, largest[:, None, None].expand(-1, 1, gram.shape[2])).mT  # (nodes, D, 1)
-    smallest = torch.finfo(x.dtype).tiny
-    for _ in range(POWER_ITERATIONS):
-        direction = direction / direction.abs().amax(1, keepdim=True).clamp_min(smallest)
-        direction = gram @ direction
-    leading = direction.gather(1, direction.abs().argmax(1, keepdim=True))
-    direction = direction / torch.where(leading == 0, torch.ones_like(leading), leading)
+    for _ in range(POWER_ITERATIONS // 8):
+        for _ in range(8):
+            direction = gram @ direction
+        direction = _over_leading(direction)
     return (x @ direction).squeeze(2)
+
+
+def _over_leading(direction: Tensor) -> Tensor:
+    """direction (nodes, D, 1) divided by its entry of largest magnitude, which becomes 1; zero stays zero."""
+    leading = direction.gather(1, direction.abs().argmax(1, keepdim=True))
+    return direction / torch.where(leading == 0, torch.ones_like(leading), leading)
 
 
 def _canonical(order: Tensor) -> Tensor:

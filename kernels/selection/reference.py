@@ -32,10 +32,12 @@ def select_keys(
     orders = groups.expanded(batch, heads)
     for b in range(batch):
         for h in range(heads):
-            keys_in_cell_order = k[b, h].index_select(0, cells.order).float()
+            in_cell_order = k[b, h].index_select(0, cells.order).float()
+            # The lse rides along as one more dimension whose key is 1, which saves a pass over the scores.
+            extended = torch.cat([in_cell_order, in_cell_order.new_ones(keys, 1)], 1)
             for some in chunks(groups.count, 4 * GROUP_SIZE * keys, q.device):
                 order = orders[b, h, some.start * GROUP_SIZE : min(length, some.stop * GROUP_SIZE)].long()
-                mass = _mass(q[b, h].index_select(0, order), lse[b, h].index_select(0, order), keys_in_cell_order, scale)
+                mass = _mass(q[b, h].index_select(0, order), lse[b, h].index_select(0, order), extended, scale)
                 unit_mass = mass if per_bit == 1 else _sums(mass, per_bit)
                 mask = _heaviest(unit_mass.masked_fill(always, float("-inf")), budget, rank) | always
                 bits[b, h, some] = pack_bits(mask)
@@ -62,15 +64,14 @@ def _units_to_choose(density: float, sizes: Tensor, always: Tensor, per_bit: int
 
 
 def _mass(q: Tensor, lse: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Attention mass (g, S) of the keys for whole groups: q (n, D) and lse (n,) in group order, the last group may be short."""
+    """Attention mass (g, S) of keys (S, D + 1), the last dimension 1, for whole groups: q (n, D) and lse (n,) in group order."""
     n, groups = q.shape[0], ceil_div(q.shape[0], GROUP_SIZE)
-    # The lse rides along as one more dimension whose key is 1, which saves a pass over the scores. exp(-inf) = 0: no mass.
-    extended = q.new_zeros((groups * GROUP_SIZE, q.shape[1] + 1), dtype=torch.float32)
-    extended[:, -1] = float("-inf")
-    torch.mul(q, scale, out=extended[:n, :-1]) if q.dtype == torch.float32 else extended[:n, :-1].copy_(q).mul_(scale)
-    extended[:n, -1] = torch.where(lse == float("-inf"), lse, -lse)
-    ones = keys.new_ones(keys.shape[0], 1)
-    return (extended @ torch.cat([keys, ones], 1).mT).exp_().view(groups, GROUP_SIZE, -1).sum(1)
+    queries = q.new_zeros((groups * GROUP_SIZE, q.shape[1] + 1), dtype=torch.float32)
+    queries[:n, :-1] = q
+    queries[:n, :-1] *= scale
+    queries[:n, -1] = torch.where(lse == float("-inf"), lse, -lse)
+    queries[n:, -1] = float("-inf")  # exp(-inf) = 0: rows past the end, and rows of lse = -inf, add no mass
+    return (queries @ keys.mT).exp_().view(groups, GROUP_SIZE, -1).sum(1)
 
 
 def _heaviest(mass: Tensor, count: int, rank: Tensor) -> Tensor:
