@@ -19,8 +19,8 @@ class MCSparseDemoModel(io.ComfyNode):
             "MCSparseDemoModel",
             "MC-Sparse Demo Model",
             category=DEMO,
-            description="The small video model that comes with MC-Sparse, for trying the nodes without a download. Sample it at 288x288, 49 "
-            "frames, shift 3, 24 euler steps.",
+            description="The small video model that comes with MC-Sparse, for trying the nodes without a download. Sample it at 288x288, "
+            "49 frames, shift 3, 24 euler steps.",
             inputs=[],
             outputs=[io.Model.Output()],
         )

@@ -39,7 +39,7 @@ def check_model(model):
         raise ValueError("MC-Sparse Patch Model: no model came in. Connect a MODEL output, for example of Load Diffusion Model.")
     if not (hasattr(model, "clone") and hasattr(model, "model_options") and hasattr(model, "add_wrapper_with_key")):
         raise ValueError(
-            f"MC-Sparse Patch Model: the input 'model' is a {type(model).__name__}, not a MODEL. "
+            f"MC-Sparse Patch Model: the input 'model' is of type {type(model).__name__}, not a MODEL. "
             "Connect a MODEL output, for example of Load Diffusion Model."
         )
 

@@ -15,7 +15,7 @@ from .schema import declare, schema
 def select(reports: list[dict], prompt: str | None) -> tuple[list[dict], str]:
     """Reports of this prompt, oldest first, and a heading; without one the last report, and the heading says so."""
     if not reports:
-        return [], "No sampling run of this model has ended yet. Connect 'any value' to the sampler's output, so that this node runs after it."
+        return [], "No run of this model has ended yet. Connect 'any value' to the sampler's output, so that this node runs after it."
     own = [r for r in reports if r.get("prompt_id") == prompt]
     if own:
         return own, f"{len(own)} sampling run{'s' if len(own) > 1 else ''} of this model in this prompt"

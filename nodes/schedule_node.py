@@ -13,8 +13,8 @@ class MCSparseSchedule(io.ComfyNode):
         return schema(
             "MCSparseSchedule",
             "MC-Sparse Schedule",
-            description="Which steps run dense, which ones renew the cached selection (anchors) and which reuse it. Connect it to MC-Sparse "
-            "Patch Model. Shares are of the full noise range, also in a sampler that runs only a part of it.",
+            description="Which steps run dense, which ones renew the cached selection (anchors) and which reuse it. Connect it to "
+            "MC-Sparse Patch Model. Shares are of the full noise range, also in a sampler that runs only a part of it.",
             search_aliases=["sparse attention schedule", "anchor steps", "dense steps"],
             inputs=[
                 declare(

@@ -56,8 +56,9 @@ class Session:
 
     def end_forward(self, options: Mapping, calls_before: int):
         """Says it if another override took ours off and this forward passed us by."""
-        if self.calls == calls_before and options.get(OVERRIDE) is not attention_override:
-            self.say(f"another attention override ({_name(options.get(OVERRIDE))}) replaced MC-Sparse during the run: place it before MC-Sparse")
+        other = options.get(OVERRIDE)
+        if self.calls == calls_before and other is not attention_override:
+            self.say(f"another attention override ({_name(other)}) replaced MC-Sparse during the run: place it before MC-Sparse")
 
     def say(self, text: str):
         """A warning, once per run, in the log and in the report."""
