@@ -23,7 +23,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
         for h in range(q.shape[1]):
             keys, values = k[b, h].float(), v[b, h].float()
             for rows in chunks(q.shape[2], 4 * k.shape[2], q.device, at_least=GROUP_SIZE):
-                scores = q[b, h, rows].float().mul(scale) @ keys.mT
+                # The scale goes into the product's own factor: scaling q beforehand would round it once more.
+                scores = torch.addmm(keys.new_zeros(()), q[b, h, rows].float(), keys.mT, beta=0, alpha=scale)
                 lse[b, h, rows] = scores.logsumexp(1)
                 out[b, h, rows] = torch.softmax(scores, 1) @ values
     return out, lse
@@ -46,11 +47,11 @@ def token_sparse_attention(
         for h in range(heads):
             order = orders[b, h, :length].long()
             live = queries.view(-1, dim)[:length]
-            live.copy_(q[b, h].index_select(0, order)).mul_(scale)
+            live.copy_(q[b, h].index_select(0, order))
             keys = _rows(k[b, h], selection, None if tail is None else tail.k[b, h])
             values = _rows(v[b, h], selection, None if tail is None else tail.v[b, h])
             unselected = None if tail is None else unselected_in_cells(selection, b, h, tail.size)
-            o, l = _one_head(queries, keys, values, *places_of(selection, b, h), unselected, with_lse)
+            o, l = _one_head(queries, keys, values, *places_of(selection, b, h), unselected, scale, with_lse)
             o = o.view(-1, dim)
             if residual is not None:
                 o += residual.expand(b, h)
@@ -67,9 +68,10 @@ def _rows(x: Tensor, selection: KeySelection, pooled: Tensor | None) -> Tensor:
 
 
 def _one_head(
-    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, counts: Tensor, unselected: Tensor | None, with_lse: bool,
+    queries: Tensor, keys: Tensor, values: Tensor, places: Tensor, counts: Tensor, unselected: Tensor | None,
+    scale: float, with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (G, C, D) and lse (G, C) of scaled queries (G, C, D) over each group's rows of keys and values (S + nb, D).
+    """Output (G, C, D) and lse (G, C) of queries (G, C, D) over each group's rows of keys and values (S + nb, D).
 
     places (G, widest) are the rows of the selected keys, of which the first counts (G,) are meant; unselected (G, nb) None
     without a tail. Rows of a chunk of groups are copied together, so that the rest is two batched products and a softmax.
@@ -102,7 +104,8 @@ def _one_head(
         at = index[part].reshape(-1)
         torch.index_select(keys, 0, at, out=key_rows[: n * width])
         torch.index_select(values, 0, at, out=value_rows[: n * width])
-        scores = torch.bmm(queries[part], key_rows[: n * width].view(n, width, dim).mT, out=score_rows[:n])
+        scores, some_keys = score_rows[:n], key_rows[: n * width].view(n, width, dim)
+        torch.baddbmm(scores, queries[part], some_keys.mT, beta=0, alpha=scale, out=scores)
         if bias is not None:
             scores[:, :, first_biased:] += bias[part, None, :]
         if with_lse:

@@ -122,6 +122,8 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
 
 
 def _gram(x: Tensor) -> Tensor:
+    """x^T x up to a factor, which keeps the squares of any float32 values in range."""
+    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
     return x.mT @ x
 
 

@@ -53,7 +53,7 @@ def places_of(selection: KeySelection, b: int, h: int) -> tuple[Tensor, Tensor]:
     group, place = selected_keys(selection, b, h).nonzero(as_tuple=True)
     widest = int(counts.max())
     if place.numel() == widest * counts.numel():
-        return place.view(-1, widest), counts
+        return place.view(counts.numel(), widest), counts
     places = place.new_zeros(counts.numel(), widest)
     first = counts.cumsum(0) - counts
     places[group, torch.arange(place.numel(), device=place.device) - first[group]] = place
