@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128)
 
 
 def main() -> int:
-    """Prints the report; 0 if MC-Sparse can be sparse on some device here, 1 if every call would be dense."""
+    """Prints the report; 0 if MC-Sparse can be sparse on this machine's GPU, or CPU without one, else 1."""
     print(f"MC-Sparse {__version__}, Python {platform.python_version()} ({sys.executable}), {platform.platform()}")
     try:
         import torch
@@ -41,9 +41,9 @@ def main() -> int:
     else:
         built = torch.version.cuda or torch.version.hip
         print("GPU: none" + (f" that PyTorch (built for {built}) can use" if built else "; this PyTorch is built for the CPU only"))
-    sparse = False
     print("\nKernels, by operation (auto takes the first that can):")
     for device, dtype, capability in devices:
+        sparse = False
         for head_dim in HEAD_DIMS:
             geometry = Geometry(1, 12, 32760, 32760, head_dim, dtype, device, capability)
             why = registry.why_none(geometry)

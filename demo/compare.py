@@ -25,14 +25,12 @@ from ..mcsparse_core.diffusers_host import self_attention, sparsify
 from ..mcsparse_core.plan import SparsePlan
 from ..mcsparse_core.run import SparseRun
 from ..mcsparse_core.schedule import flow_progress
-from . import codec, prompts
+from . import codec, model, prompts
 from .metrics import psnr, ssim
 from .picture import side_by_side
 from .vanilla import VanillaBlockSparse
 
 HERE = Path(__file__).parent
-GRID = (13, 18, 18)  # tokens; nothing we use divides it
-SHIFT = 3.0
 
 
 @dataclass(frozen=True)
@@ -91,41 +89,32 @@ class Lane:
         return sum(len(s) * statistics.median(s) for s in self.seconds.values())
 
 
-def load_model(device: torch.device, dtype: torch.dtype):
-    """The demo model as a diffusers WanTransformer3DModel, from the files beside this module."""
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel.from_single_file(str(HERE / "model.safetensors"), config=str(HERE), torch_dtype=dtype).to(device).eval()
-
-
-def flow_sigmas(steps: int, shift: float = SHIFT) -> list[float]:
-    """steps + 1 descending noise levels of a shifted rectified-flow schedule, 1 to 0."""
-    u = [1 - i / steps for i in range(steps + 1)]
-    return [shift * x / (1 + (shift - 1) * x) for x in u]
+def tokens_of(grid: tuple[int, int, int]) -> int:
+    """Tokens of a latent of so many frames, rows and columns."""
+    return grid[0] * (grid[1] // 2) * (grid[2] // 2)
 
 
 @torch.inference_mode()
 def compare(
-    prompt: str, steps: int, seed: int, grid=GRID, device: torch.device | None = None, tick=lambda text: None
+    prompt: str, steps: int, seed: int, grid=model.GRID, device: torch.device | None = None, tick=lambda text: None
 ) -> tuple[list[Lane], dict]:  # fmt: skip
-    """Denoises one clip with every method, step by step in turn. Returns the lanes, latents (1, 16, F, 2H, 2W) in each, and machine facts.
+    """Denoises one clip with every method, step by step in turn. Returns the lanes and facts about the machine.
 
-    tick(text) is called before each model evaluation.
+    grid: latent frames, height and width. tick(text) is called before each model evaluation.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = load_model(device, dtype)
-    f, h, w = grid
-    noise = torch.randn(1, 16, f, 2 * h, 2 * w, generator=torch.Generator().manual_seed(seed)).to(device)
-    probe = torch.empty(1, model.config.num_attention_heads, f * h * w, model.config.attention_head_dim, dtype=dtype, device=device)
+    transformer = model.load().to(device, dtype)
+    noise = torch.randn(1, 16, *grid, generator=torch.Generator().manual_seed(seed)).to(device)
+    probe = torch.empty(1, 1, tokens_of(grid), transformer.config.attention_head_dim, dtype=dtype, device=device)
     backend = "reference" if registry.why_none(Geometry.of(probe, probe)) else "auto"
-    sigmas = flow_sigmas(steps)
-    progress = flow_progress(sigmas, SHIFT)
+    sigmas = [model.shifted(1 - i / steps) for i in range(steps + 1)]
+    progress = flow_progress(sigmas, model.SHIFT)
     text = prompts.embedding(prompt).to(device, dtype)
     lanes = []
     with ExitStack() as stack:
         for method in methods(backend):
-            lane = Lane(method, copy.deepcopy(model), noise.clone())
+            lane = Lane(method, copy.deepcopy(transformer), noise.clone())
             if method.plan:
                 lane.run = stack.enter_context(sparsify(lane.transformer, method.plan, sigmas, progress))
             elif method.method == "vanilla-bsa":
@@ -229,10 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     rows, clips = results(lanes)
     args.out.mkdir(parents=True, exist_ok=True)
     side_by_side(clips, [r["name"] for r in rows], args.out / "comparison.gif")
-    facts = {"version": __version__, "prompt": args.prompt, "steps": args.steps, "seed": args.seed, "shift": SHIFT, "cfg": 1.0,
-             "sampler": "euler", "grid": list(GRID), "tokens": GRID[0] * GRID[1] * GRID[2], **machine}  # fmt: skip
+    facts = {"version": __version__, "prompt": args.prompt, "steps": args.steps, "seed": args.seed, "shift": model.SHIFT, "cfg": 1.0,
+             "sampler": "euler", "latent": list(model.GRID), "tokens": tokens_of(model.GRID), **machine}  # fmt: skip
     (args.out / "metrics.json").write_text(json.dumps({**facts, "runs": rows}, indent=1) + "\n")
-    print(f"\n{facts['tokens']} tokens ({'x'.join(map(str, GRID))}), {args.steps} Euler steps, {machine['device']}, "
+    print(f"\n{facts['tokens']} tokens (latent {'x'.join(map(str, model.GRID))}), {args.steps} Euler steps, {machine['device']}, "
           f"torch {machine['torch']}, {machine['dtype']}")  # fmt: skip
     print(table(rows))
     print(f"\nPSNR and SSIM of the clip against dense; keys: selected share; mass: attention mass it holds at anchors.\nWrote {args.out}")

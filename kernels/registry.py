@@ -44,6 +44,16 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 }
 
 
+def operations() -> tuple[str, ...]:
+    """Every operation that has backends."""
+    return tuple(_CANDIDATES)
+
+
+def reasons(op: str, geometry: Geometry) -> dict[str, str | None]:
+    """Each candidate of `op` with what keeps `auto` from it, None for those that can."""
+    return {c.name: _why_not(c, geometry, by_name=False) for c in candidates(op)}
+
+
 def candidates(op: str) -> tuple[Candidate, ...]:
     """Backends of `op`, in the order in which `auto` asks them."""
     return _CANDIDATES[op]

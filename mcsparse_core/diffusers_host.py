@@ -14,7 +14,6 @@ from .plan import SparsePlan
 from .run import SparseRun
 
 
-
 @contextmanager
 def sparsify(transformer, plan: SparsePlan, sigmas: Sequence[float], progress: Sequence[float]) -> Iterator[SparseRun]:
     """Runs a diffusers WanTransformer3DModel sparse inside the `with` block and restores its processors after it.

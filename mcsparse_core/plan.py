@@ -4,12 +4,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from ..kernels.registry import backend_names
+from ..kernels.residual.reference import rank_of
 from ..kernels.shapes import GRANULARITIES
 from .schedule import Schedule, Span, check_density
 
 TAILS = (0, 128, 64, 32)  # keys per pooled cell; 0 = none
 GROUPINGS = ("pddp", "cells")
-RESIDUALS = ("auto", "bf16", "fp8", "int4", "int2", "rank-8", "off")
+RESIDUALS = ("auto", "bf16", "fp8", "int4", "int2", "off")  # and rank-<r>
 FEW_STEPS = 8  # schedules this short get the `few-step` recipe under `auto`
 MIN_TOKENS_FLOOR = 1024  # below, cross-attention to 512 text tokens could be taken for self-attention
 
@@ -70,10 +71,11 @@ class SparsePlan:
             ("tail", self.tail, TAILS),
             ("grouping", self.grouping, GROUPINGS),
             ("granularity", self.granularity, GRANULARITIES),
-            ("residual", self.residual, RESIDUALS),
         ):
             if value is not None:
                 _one_of(name, value, allowed)
+        if self.residual is not None and rank_of(self.residual) is None:
+            _one_of("residual", self.residual, (*RESIDUALS, "rank-<r>"))
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise ValueError(f"schedule is a {type(self.schedule).__name__}; connect the output of MC-Sparse Schedule, or nothing")
         if self.min_tokens < MIN_TOKENS_FLOOR:
