@@ -1,0 +1,43 @@
+"""Peak memory of one anchor step on the CPU, as JSON: `python anchor_memory.py TOKENS HEADS`.
+
+extra_mb: above what the process had before (torch and the package imported). peak_mb: of the whole process.
+"""
+import json
+import resource
+import sys
+import time
+
+import torch
+
+from mc_sparse.kernels import (
+    cell_order,
+    compress_residual,
+    dense_attention,
+    group_queries,
+    pool_cells,
+    select_keys,
+    token_sparse_attention,
+)
+
+
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
+
+
+def main(tokens, heads):
+    before = peak_mb()
+    start = time.perf_counter()
+    q, k, v = torch.randn(3, 1, heads, tokens, 128, generator=torch.Generator().manual_seed(0))
+    cells = cell_order(None, after=tokens)
+    dense, lse = dense_attention(q, k, v)
+    groups = group_queries(q)
+    selection = select_keys(q, k, lse, groups, density=0.25, cells=cells)
+    tail = pool_cells(k, v, cells, 64)
+    sparse = token_sparse_attention(q, k, v, groups, selection, tail=tail)
+    residual = compress_residual(dense - sparse, groups, "rank-8")
+    kept = selection.nbytes + groups.nbytes + residual.nbytes
+    seconds = time.perf_counter() - start
+    print(json.dumps({"peak_mb": peak_mb(), "extra_mb": peak_mb() - before, "kept_mb": kept / 2**20, "seconds": seconds}))
+
+
+main(*map(int, sys.argv[1:]))
