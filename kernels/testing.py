@@ -33,7 +33,7 @@ def make_qkv(
             x.mul_(0.5).add_(centres.gather(2, of))
     elif kind == "ties":
         q, k = (x.mul_(2).round_() for x in (q, k))
-        k[:, :, length // 2 :] = k[:, :, : length - length // 2]
+        k[:, :, length // 2 :] = k[:, :, : length - length // 2].clone()
     elif kind == "outliers":
         for x in (q, k):
             x[..., :: max(1, head_dim // 3)] *= 3

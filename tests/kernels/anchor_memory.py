@@ -1,11 +1,12 @@
-"""Peak memory of one anchor step on the CPU, as JSON: `python anchor_memory.py TOKENS HEADS`.
+"""Peak memory of one anchor step on the CPU (Linux), as JSON: `python anchor_memory.py TOKENS HEADS`.
 
 extra_mb: above what the process had before (torch and the package imported). peak_mb: of the whole process.
 """
 import json
-import resource
+import re
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,9 @@ from mc_sparse.kernels import (
 
 
 def peak_mb():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
+    # Not getrusage: its maximum includes the parent's memory at the moment of the fork.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 1024
 
 
 def main(tokens, heads):

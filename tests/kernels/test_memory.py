@@ -10,7 +10,7 @@ import pytest
 ANCHOR = Path(__file__).with_name("anchor_memory.py")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="peak memory is read through the resource module")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 def test_an_anchor_of_16k_tokens_stays_small():
     """One head. q, k, v, O, the sparse output and R are 8 MB each; one matrix of all scores would be 1 GB.
 
