@@ -10,7 +10,7 @@ LEFT_FREE = 0.25  # share of the free memory that the cache never takes
 
 
 def state_bytes(recipe: Recipe, rows: int, heads: int, tokens: int, head_dim: int) -> int:
-    """Bytes that one attention site keeps between anchors for so many batch rows (`AnchorState.nbytes`)."""
+    """Bytes that one (site, branch) keeps between anchors for so many batch rows (`AnchorState.nbytes`)."""
     groups = ceil_div(tokens, GROUP_SIZE)
     bits = ceil_div(tokens, GRANULARITIES[recipe.granularity])
     order = 4 * groups * GROUP_SIZE * (rows * heads if recipe.grouping == "pddp" else 1)

@@ -206,10 +206,10 @@ def _prepare_sampling(session: Session, branches: int) -> Callable:
 
 
 def _forecast(run: SparseRun, model, noise_shape, branches: int) -> int:
-    """Bytes of the whole cache of a run."""
+    """Bytes of the whole cache of a run: every block keeps a state for each branch."""
     tokens = latent_tokens(type(model).__name__, tuple(model.patch_size), tuple(noise_shape))
-    sites = len(model.blocks) + len(getattr(model, "vace_blocks", ()))
-    return sites * state_bytes(run.recipe, noise_shape[0] * branches, model.num_heads, tokens, model.dim // model.num_heads)
+    states = branches * (len(model.blocks) + len(getattr(model, "vace_blocks", ())))
+    return states * state_bytes(run.recipe, noise_shape[0], model.num_heads, tokens, model.dim // model.num_heads)
 
 
 def _budget(model, device, working: float) -> int | None:

@@ -19,6 +19,8 @@ def plan_of(
     verbose: bool, schedule=None,
 ) -> SparsePlan:  # fmt: skip
     """The plan that the widgets describe. Raises ValueError with what came, what is allowed and what to do."""
+    if tail not in (AUTO, *TAIL_NAMES):  # 0.3.64 lets unknown choices through
+        raise ValueError(f"tail is {tail!r}; allowed: {', '.join((AUTO, *TAIL_NAMES))}")
     return SparsePlan(
         preset=preset,
         density=density or None,

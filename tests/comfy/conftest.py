@@ -33,7 +33,7 @@ def observed(comfyui, python, tmp_path_factory):
         if group not in done:
             work = tmp_path_factory.mktemp(f"{comfyui.name}-{group}")
             out = work / "out.json"
-            environment = os.environ | {"LAB_COMFYUI": str(comfyui), "LAB_WORK": str(work), "PYTHONDONTWRITEBYTECODE": "1"}
+            environment = os.environ | {"LAB_COMFYUI": str(comfyui), "LAB_WORK": str(work), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
             process = subprocess.run(
                 [python, HERE / "driver.py", group, out], env=environment, capture_output=True, text=True, timeout=600, cwd=work
             )

@@ -1,0 +1,280 @@
+"""Other nodes on the same model, other models of the family, and models that are not supported."""
+import dataclasses
+import logging
+
+import comfy.ldm.modules.attention as attention
+import lab
+import torch
+from lab import WrappersMP, patch, sample
+
+MODEL = lab.tiny_wan()
+DENSE = sample(MODEL)
+FRESH = sample(patch(MODEL))
+
+
+def _foreign(model, calls: list):
+    """A clone with another attention override, as other packs install it: whatever was there is lost."""
+
+    def foreign_override(func, *args, **kwargs):
+        calls.append(args[0].shape[1])
+        return func(*args, **kwargs)
+
+    clone = model.clone()
+    clone.model_options["transformer_options"]["optimized_attention_override"] = foreign_override
+    return clone
+
+
+def override_before():
+    calls = []
+    p = patch(_foreign(MODEL, calls))
+    out = sample(p)
+    return lab.brief(p) | {"self": calls.count(1024), "all": len(calls), "rel": lab.rel(out, FRESH)}
+
+
+def override_after():
+    calls = []
+    p = patch(MODEL)
+    out = sample(_foreign(p, calls))
+    return lab.brief(p) | {"self": calls.count(1024), "rel": lab.rel(out, FRESH)}
+
+
+def override_on_both_sides():
+    first, second = [], []
+    p = patch(_foreign(MODEL, first))
+    out = sample(_foreign(p, second))
+    return lab.brief(p) | {"first": len(first), "second": len(second), "rel": lab.rel(out, FRESH)}
+
+
+def attention_backend_node():
+    """Core's own node, where this version has it."""
+    if not hasattr(MODEL, "set_model_optimized_attention"):
+        return {"missing": True}
+    p = patch(MODEL)
+    after = p.clone()
+    after.set_model_optimized_attention(attention.attention_sub_quad)
+    out = sample(after)
+    return lab.brief(p) | {"rel": lab.rel(out, FRESH)}
+
+
+def override_in_mid_run():
+    """Something takes ours off at step 4."""
+    p, n, lines = patch(MODEL), [0], []
+
+    def apply(executor, *args, **kwargs):
+        n[0] += 1
+        if n[0] > 4:
+            args[5]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
+        return executor(*args, **kwargs)
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    m = p.clone()
+    m.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", apply)
+    keep = Keep()
+    logging.getLogger().addHandler(keep)
+    out = sample(m)
+    logging.getLogger().removeHandler(keep)
+    return lab.brief(p) | {"finite": bool(out.isfinite().all()), "warned": sum("replaced" in line for line in lines)}
+
+
+def unknown_keyword():
+    """A keyword that a later version may add reaches the dense path."""
+    seen = []
+
+    def host(func, *args, **kwargs):
+        seen.append(kwargs.pop("future_keyword", None))
+        return func(*args, **kwargs)
+
+    def rename(executor, *args, **kwargs):
+        override = args[5]["optimized_attention_override"]
+        args[5]["optimized_attention_override"] = lambda func, *a, **k: override(func, *a, future_keyword=5, **k)
+        return executor(*args, **kwargs)
+
+    m = MODEL.clone()
+    m.model_options["transformer_options"]["optimized_attention_override"] = host
+    p = patch(m)
+    q = p.clone()
+    q.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", rename)
+    out = sample(q)
+    return lab.brief(p) | {"seen": set(seen) == {5}, "rel": lab.rel(out, FRESH)}
+
+
+def caches():
+    seen = {}
+    for name in ("EasyCacheNode", "LazyCacheNode"):
+        node = lab.core_node("nodes_easycache", name)
+        for order in ("before", "after"):
+            inputs = {"reuse_threshold": 0.5, "start_percent": 0.15, "end_percent": 0.95, "verbose": False}
+            p = patch(node(model=MODEL, **inputs)) if order == "before" else patch(MODEL)
+            m = p if order == "before" else node(model=p, **inputs)
+            out = sample(m)
+            seen[f"{name} {order}"] = lab.brief(p) | {"finite": bool(out.isfinite().all())}
+    return seen
+
+
+def compiled():
+    """Two runs each, so that a graph which kept the first run's choices would show."""
+    node, seen = lab.core_node("nodes_torch_compile", "TorchCompileModel"), {}
+    for order in ("before", "after"):
+        torch._dynamo.reset()
+        p = patch(node(model=MODEL, backend="eager")) if order == "before" else patch(MODEL)
+        m = p if order == "before" else node(model=p, backend="eager")
+        first, second = sample(m), sample(m)
+        seen[order] = lab.brief(p) | {"rel": [lab.rel(first, FRESH), lab.rel(second, FRESH)]}
+    return seen
+
+
+def compiled_inductor():
+    small = lab.tiny_wan("wan1", layers=1)
+    p = patch(small)
+    eager = sample(p, steps=6)
+    out = sample(lab.core_node("nodes_torch_compile", "TorchCompileModel")(model=p, backend="inductor"), steps=6)
+    return lab.brief(p) | {"rel": lab.rel(out, eager)}
+
+
+def unpatched_afterwards():
+    sample(patch(MODEL))
+    return {"same": torch.equal(sample(MODEL), DENSE)}
+
+
+# the Wan family
+
+
+def _variant(model, **how):
+    p = patch(model)
+    out = sample(p, **how)
+    return lab.brief(p) | {"rel": lab.rel(out, sample(model, **how)), "sites": lab.reports(p)[-1]["sites"], "model": lab.reports(p)[-1]["model"]}
+
+
+def vace():
+    model = lab.tiny_wan("vace", "VaceWanModel", vace_layers=2, vace_in_dim=96)
+    extra = {"vace_frames": [lab.noise_of((1, 32, 4, 32, 32), 7)], "vace_mask": [torch.ones(1, 64, 4, 32, 32)], "vace_strength": [1.0]}
+    return _variant(model, positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
+
+
+def image_to_video():
+    return _variant(lab.tiny_wan("i2v", model_type="i2v", in_dim=36))
+
+
+def reference_image():
+    """Fun control: tokens of one reference image before the raster, kept exact."""
+    model = lab.tiny_wan("fun", in_dim_ref_conv=16)
+    return _variant(model, shape=(1, 16, 8, 32, 32), positive=lab.prompt(2, reference_latents=[lab.noise_of((1, 16, 1, 32, 32), 7)]))
+
+
+def large_reference():
+    """The same with a reference as large as the clip: too many tokens to keep exact."""
+    model = lab.tiny_wan("fun", in_dim_ref_conv=16)
+    return _variant(model, positive=lab.prompt(2, reference_latents=[lab.noise_of((1, 16, 1, 32, 32), 7)]))
+
+
+def camera():
+    return _variant(lab.tiny_wan("camera", "CameraWanModel", in_dim=32))
+
+
+def humo():
+    model = lab.tiny_wan("humo", "HumoWanModel", in_dim=36)
+    extra = {"reference_latents": [lab.noise_of((1, 16, 1, 32, 32), 7)], "audio_embed": lab.noise_of((1, 9, 8, 5, 1280), 8)}
+    return _variant(model, shape=(1, 16, 9, 32, 32), positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
+
+
+def scail():
+    try:
+        from comfy.ldm.wan.model import SCAILWanModel  # noqa: F401
+    except ImportError:
+        return {"missing": True}
+    model = lab.tiny_wan("scail", "SCAILWanModel", in_dim=20)
+    extra = {"reference_latents": [lab.noise_of((1, 16, 1, 32, 32), 7)], "pose_video_latent": lab.noise_of((1, 16, 8, 16, 16), 8)}
+    return _variant(model, shape=(1, 16, 8, 32, 32), positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
+
+
+def odd_sizes():
+    """Latents that are no multiple of anything."""
+    seen = {}
+    for shape in ((1, 16, 1, 66, 66), (1, 16, 3, 45, 62), (1, 16, 5, 37, 31)):
+        seen[str(shape)] = _variant(MODEL, shape=shape, steps=5)
+    return seen
+
+
+# not supported
+
+
+def hunyuan_video():
+    import comfy.ldm.hunyuan_video.model as hv
+    import comfy.ops
+
+    sizes = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 256, "mlp_ratio": 4.0,
+             "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [16, 56, 56], "theta": 256, "patch_size": [1, 2, 2],
+             "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False, "use_cond_type_embedding": False,
+             "vision_in_dim": None, "meanflow_sum": False}  # fmt: skip
+    known = {f.name for f in dataclasses.fields(hv.HunyuanVideoParams)}
+    kwargs = {k: v for k, v in sizes.items() if k in known}
+    model = lab.load(hv.HunyuanVideo(operations=comfy.ops.disable_weight_init, **kwargs), "hv", prefix="")
+    text = lab.prompt(2, tokens=40, pooled_output=torch.zeros(1, 768), guidance=6.0)
+    p = patch(model)
+    out = sample(p, steps=4, positive=text, negative=text)
+    return lab.brief(p) | {"same": torch.equal(out, sample(model, steps=4, positive=text, negative=text)), "sites": lab.reports(p)[-1]["sites"]}
+
+
+def several_gpus():
+    from mc_sparse.nodes import host
+
+    original, host._is_multigpu = host._is_multigpu, lambda patcher: True
+    try:
+        p = patch(MODEL)
+        out = sample(p)
+    finally:
+        host._is_multigpu = original
+    return lab.brief(p) | {"same": torch.equal(out, DENSE)}
+
+
+def memory_is_asked_for():
+    """The loader is asked to leave room for the cache, on a model that is loaded the old way."""
+    from mc_sparse.nodes import host
+
+    class Accelerator:
+        type = "cuda"
+
+    class Patcher:
+        model, load_device = MODEL.model, Accelerator()
+
+        def get_free_memory(self, device):
+            return 10**9
+
+    seen = {}
+
+    def load(model, noise_shape, *args, **kwargs):
+        seen["shape"] = list(noise_shape)
+
+    with torch.inference_mode():
+        guider = lab.comfy.samplers.CFGGuider(MODEL)
+        run = host._new_run(lab.reports and _plan(), guider.model_patcher, torch.linspace(1, 0, 11))
+        session = host.Session(run)
+        host._prepare_sampling(session, 2)(load, Patcher(), [1, 16, 21, 60, 104], {}, model_options={})
+    per_row = MODEL.model.memory_required([1, 16, 21, 60, 104])
+    return {"asked": (seen["shape"][0] - 1) * per_row, "forecast": host._forecast(run, MODEL.model.diffusion_model, [1, 16, 21, 60, 104], 2),
+            "per_row": per_row, "rest": seen["shape"][1:], "budget": run.cache.budget_bytes, "working": 2 * per_row}  # fmt: skip
+
+
+def _plan():
+    from mc_sparse.mcsparse_core.plan import SparsePlan
+
+    return SparsePlan()
+
+
+def forecast_holds():
+    """The forecast of bytes is what the run held, for every recipe whose residual format is fixed."""
+    from mc_sparse.nodes import host
+
+    seen = {}
+    for residual in ("bf16", "int4", "rank-8", "off"):
+        for grouping in ("cells", "pddp"):
+            p = patch(MODEL, residual=residual, grouping=grouping)
+            sample(p, steps=5, cfg=3.0)
+            run = host._new_run(lab.NODES["MCSparsePatchModel"].execute.__globals__["plan_of"](
+                **(lab.WIDGETS | {"residual": residual, "grouping": grouping})), MODEL, torch.linspace(1, 0, 6))  # fmt: skip
+            wanted = host._forecast(run, MODEL.model.diffusion_model, lab.LATENT, 2)
+            seen[f"{residual} {grouping}"] = [wanted, lab.reports(p)[-1]["cache_bytes"]]
+    return seen
