@@ -73,11 +73,11 @@ def test_pddp_of_equal_queries_keeps_their_order():
 
 
 def test_pddp_follows_the_direction_of_a_line():
-    """On a line the groups are its intervals: first the side that the largest entry of the direction points away from."""
+    """On a line the groups are its intervals, in the order in which the entry of largest variance grows."""
     place = torch.randperm(256, generator=torch.Generator().manual_seed(0))
     q = place[:, None] * torch.tensor([0.5, -2.0, 1.0])
     first, second = group_queries(q[None, None]).order[0, 0].long().split(128)
-    assert set(place[first].tolist()) == set(range(128, 256))  # -2 leads, so large places project low
+    assert set(place[first].tolist()) == set(range(128, 256))  # that entry is -2 * place
     assert set(place[second].tolist()) == set(range(128))
 
 

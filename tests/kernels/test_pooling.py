@@ -12,6 +12,7 @@ from mc_sparse.kernels.testing import assert_no_worse_than, make_qkv
 def test_means_of_all_keys_of_each_cell(dtype, size, length):
     cells = cell_order((1, length, 1))
     _, k, v = make_qkv(2, 2, length, 24, kind="outliers", dtype=dtype, layout="bshd", nan_slack=3)
+    v = 1000 * v.clamp(-2, 2)  # sums of a cell leave the range of float16, means do not
     tail = pool_cells(k, v, cells, size)
     assert tail.size == size and tail.k.dtype == tail.v.dtype == dtype
     for pooled, x in ((tail.k, k), (tail.v, v)):
