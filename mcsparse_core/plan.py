@@ -33,12 +33,12 @@ class Recipe:
 
 
 _PAPER_H3 = Recipe(0.25, tail=0, grouping="pddp", residual="bf16", schedule=Schedule(dense_layers=(0,)))
-_AUTO = Recipe(0.10, schedule=Schedule(refresh=(0.45,)))
+_AUTO = Recipe(0.10, schedule=Schedule(refresh=(0.35, 0.6)))
 PRESETS: dict[str, Recipe] = {
     "auto": _AUTO,
     "paper": replace(_PAPER_H3, schedule=replace(_PAPER_H3.schedule, refresh=(0.5,))),
     "paper-h3": _PAPER_H3,
-    "quality": Recipe(0.15, schedule=Schedule(refresh=(0.35, 0.6), dense_end=Span(steps=1))),
+    "quality": Recipe(0.15, schedule=Schedule(refresh=(0.3, 0.45, 0.65), dense_end=Span(steps=1))),
     "speed": Recipe(0.06, tail=32, granularity="cell32", schedule=Schedule(dense_start=Span(fraction=0.1), refresh=(0.3,))),
     "few-step": Recipe(0.20, schedule=Schedule(dense_start=Span(steps=1))),
     "custom": _AUTO,
