@@ -53,8 +53,8 @@ def _halves(start: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
 def _principal_projection(x: Tensor) -> Tensor:
     """Projection (nodes, n) of the rows of x (nodes, n, D) on the principal direction of each node; x is overwritten.
 
-    The direction comes from power iteration started at the Gram row of the largest diagonal entry, so it never starts orthogonal
-    to what it looks for, and that entry stays positive: the sign does not depend on the device. Equal rows: all zero.
+    The direction comes from power iteration started at the Gram row of the largest diagonal entry; that entry stays positive, so
+    the sign does not depend on the device. Equal rows: all zero.
     """
     x -= x.mean(1, keepdim=True)
     gram = x.mT @ x
