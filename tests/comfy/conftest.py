@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,33 +26,35 @@ def python():
 
 
 @pytest.fixture(scope="session")
-def observed(comfyui, python, tmp_path_factory):
-    """observed(group) -> {scenario: what it observed}; each group runs once per version."""
-    done = {}
+def processes(request, python, tmp_path_factory):
+    """{(checkout, group): future of what it observed}: all groups that this session needs, two processes at a time."""
+    wanted = dict.fromkeys((item.callspec.params["comfyui"], item.module.GROUP) for item in request.session.items if _uses_group(item))
+    pool = ThreadPoolExecutor(2)
+    yield {key: pool.submit(_observe, *key, python, tmp_path_factory.mktemp(f"{key[0].name}-{key[1]}")) for key in wanted}
+    pool.shutdown(cancel_futures=True)
 
-    def run(group: str) -> dict:
-        if group not in done:
-            work = tmp_path_factory.mktemp(f"{comfyui.name}-{group}")
-            out = work / "out.json"
-            environment = os.environ | {"LAB_COMFYUI": str(comfyui), "LAB_WORK": str(work), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-            process = subprocess.run(
-                [python, HERE / "driver.py", group, out], env=environment, capture_output=True, text=True, timeout=600, cwd=work
-            )
-            if not out.exists():
-                pytest.fail(f"group {group} in {comfyui.name} ended with {process.returncode}:\n{process.stderr[-4000:]}")
-            done[group] = json.loads(out.read_text())
-        return done[group]
 
-    return run
+def _uses_group(item) -> bool:
+    return hasattr(getattr(item, "module", None), "GROUP") and "comfyui" in getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _observe(comfyui: Path, group: str, python: Path, work: Path) -> dict:
+    out = work / "out.json"
+    environment = os.environ | {"LAB_COMFYUI": str(comfyui), "LAB_WORK": str(work), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [python, HERE / "driver.py", group, out]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=work)
+    if not out.exists():
+        raise RuntimeError(f"group {group} in {comfyui.name} ended with {process.returncode}:\n{process.stderr[-4000:]}")
+    return json.loads(out.read_text())
 
 
 @pytest.fixture
-def scene(observed):
-    """scene(group, name) -> what that scenario observed; fails with its traceback if it raised."""
+def scene(comfyui, processes, request):
+    """scene(name) -> what that scenario of this module's GROUP observed; fails with its traceback if it raised."""
 
-    def get(group: str, name: str) -> dict:
-        result = observed(group)[name]
-        if isinstance(result, dict) and "error" in result:
+    def get(name: str) -> dict:
+        result = processes[comfyui, request.module.GROUP].result()[name]
+        if "Traceback" in str(result.get("error")):
             pytest.fail(result["error"])
         return result
 

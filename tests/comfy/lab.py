@@ -26,10 +26,13 @@ from safetensors.torch import save_file  # noqa: E402
 
 LATENT = (1, 16, 4, 32, 32)  # 1024 tokens of Wan
 LAYERS = 2
+# Everything fixed, so that presets can be tuned without touching these tests.
 WIDGETS = {
-    "preset": "auto", "density": 0.0, "tail": "auto", "grouping": "auto", "granularity": "auto", "residual": "auto", "min_tokens": 1024,
+    "preset": "auto", "density": 0.1, "tail": "64", "grouping": "cells", "granularity": "token", "residual": "bf16", "min_tokens": 1024,
     "backend": "auto", "verbose": False,
 }  # fmt: skip
+STEPS = {"dense_start": "2", "anchors": "1, 5", "dense_end": "0", "dense_layers": "", "density_curve": ""}
+FIRST = {"dense_start": "20%", "anchors": "first"}  # for runs that are a part of a schedule
 
 
 def load_pack() -> dict:
@@ -52,9 +55,10 @@ def call(node_id: str, **inputs):
 
 
 def patch(model, schedule=None, **widgets):
-    extra = {"schedule": call("MCSparseSchedule", **({"dense_start": "20%", "anchors": "first", "dense_end": "0", "dense_layers": "",
-             "density_curve": ""} | schedule))[0]} if schedule else {}  # fmt: skip
-    return call("MCSparsePatchModel", model=model, **(WIDGETS | widgets), **extra)[0]
+    """A patched MODEL; schedule: what differs from STEPS, or "preset" for the preset's own."""
+    if schedule != "preset":
+        widgets["schedule"] = call("MCSparseSchedule", **(STEPS | (schedule or {})))[0]
+    return call("MCSparsePatchModel", model=model, **(WIDGETS | widgets))[0]
 
 
 def reports(model) -> list[dict]:
@@ -137,7 +141,8 @@ def counts(model) -> dict:
 def brief(model) -> dict:
     """What most tests ask of the last run."""
     r = reports(model)[-1]
-    return {k: r[k] for k in ("status", "counts", "reasons", "anchors", "steps", "evaluations", "notes", "passed_through", "timeline", "dense_path")}
+    asked = ("status", "counts", "reasons", "anchors", "steps", "evaluations", "notes", "passed_through", "timeline", "dense_path")
+    return {k: r[k] for k in asked}
 
 
 def snapshot(model):

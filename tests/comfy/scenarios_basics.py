@@ -25,24 +25,23 @@ def full_density():
 
 def presets():
     seen = {}
-    for preset in ("paper", "paper-h3", "quality", "speed"):
-        p = patch(MODEL, preset=preset)
-        out = sample(p)
-        seen[preset] = {"rel": lab.rel(out, DENSE), **lab.brief(p)}
-    p = patch(MODEL)
-    sample(p, steps=4)
-    return seen | {"few": lab.brief(p)}
+    own = {"density": 0.0, "tail": "auto", "grouping": "auto", "granularity": "auto", "residual": "auto"}
+    for preset, steps in (("auto", 10), ("paper", 10), ("paper-h3", 10), ("quality", 10), ("speed", 10), ("few-step", 6)):
+        p = patch(MODEL, "preset", preset=preset, **own)
+        out = sample(p, steps=steps)
+        seen[preset] = {"rel": lab.rel(out, sample(MODEL, steps=steps)), **lab.brief(p)}
+    return seen
 
 
 def options():
     """Every choice of the combos runs and reaches the recipe."""
-    seen = {}
+    seen, dense = {}, sample(MODEL, steps=5)
     choices = {"tail": ("none", "128", "64", "32"), "grouping": ("pddp", "cells"), "granularity": ("token", "cell32"),
                "residual": ("bf16", "int4", "rank-8", "off"), "backend": ("reference",)}  # fmt: skip
     for name, values in choices.items():
         for value in values:
-            p = patch(MODEL, **{name: value}, density=0.3)
-            rel = lab.rel(sample(p, steps=5, shape=lab.LATENT), sample(MODEL, steps=5))
+            p = patch(MODEL, {"dense_start": "1", "anchors": "first"}, **{"density": 0.3, name: value})
+            rel = lab.rel(sample(p, steps=5), dense)
             r = lab.reports(p)[-1]
             seen[f"{name} {value}"] = {"rel": rel, "recipe": r["recipe"].get(name, r["backend"]), "reuse": r["counts"]["reuse"]}
     return seen
@@ -59,9 +58,8 @@ def second_prompt():
 
 
 def other_size_between():
-    sample(AUTO, shape=(1, 16, 5, 32, 32), steps=6)
-    other = lab.brief(AUTO)
-    return {"digest": lab.digest(sample(AUTO)), "other": other}
+    sample(AUTO, shape=(1, 16, 5, 32, 32), steps=8)
+    return {"digest": lab.digest(sample(AUTO))}
 
 
 def input_untouched():
@@ -88,10 +86,10 @@ def cloned():
 
 
 def two_samplers():
-    p = patch(MODEL)
-    first = sample(p)
+    p = patch(MODEL, lab.FIRST)
+    first, alone = sample(p), sample(patch(MODEL, lab.FIRST))
     second = sample(p, noise=lab.noise_of(seed=9), latent=first, denoise=0.5)
-    return {"first": lab.digest(first), "finite": bool(second.isfinite().all()), "runs": [r["counts"] for r in lab.reports(p)],
+    return {"same": torch.equal(first, alone), "finite": bool(second.isfinite().all()), "runs": [r["counts"] for r in lab.reports(p)],
             "anchors": [r["anchors"] for r in lab.reports(p)]}  # fmt: skip
 
 
@@ -187,15 +185,16 @@ def short_sequence():
 
 
 def too_few_steps():
-    p = patch(MODEL)
+    p = patch(MODEL, lab.FIRST)
     sample(p, steps=1)
     return lab.brief(p)
 
 
 def odd_sigmas():
     seen = {}
-    for name, sigmas in (("rising", [0.2, 0.8, 0.0]), ("custom", [1.0, 0.97, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05, 0.0])):
-        p = patch(MODEL)
+    custom = [1.0, 0.97, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05, 0.0]
+    for name, sigmas in (("rising", [0.2, 0.8, 0.0]), ("custom", custom)):
+        p = patch(MODEL, lab.FIRST)
         sample(p, sigmas=torch.tensor(sigmas))
         seen[name] = lab.brief(p)
     return seen
@@ -207,7 +206,7 @@ def messages():
         "no model": lambda: lab.call("MCSparsePatchModel", model=None, **lab.WIDGETS),
         "not a model": lambda: lab.call("MCSparsePatchModel", model=object(), **lab.WIDGETS),
         "density": lambda: patch(MODEL, density=0.03),
-        "custom": lambda: patch(MODEL, preset="custom"),
+        "custom": lambda: patch(MODEL, "preset", preset="custom", density=0.0),
         "layers": lambda: patch(MODEL, {"dense_layers": "0, 7"}),
         "from the end": lambda: patch(MODEL, {"dense_layers": "-3"}),
         "layer text": lambda: patch(MODEL, {"dense_layers": "5-3"}),

@@ -55,8 +55,8 @@ def areas():
     p = patch(MODEL)
     shape = (1, 16, 4, 64, 32)
     positive = lab.prompt(2) + [[lab.prompt(5)[0][0], {"area": (4, 32, 32, 0, 32, 0), "strength": 1.0}]]
-    out = sample(p, cfg=3.0, shape=shape, positive=positive)
-    return lab.brief(p) | {"finite": bool(out.isfinite().all()), "rel": lab.rel(out, sample(MODEL, cfg=3.0, shape=shape, positive=positive))}
+    out, dense = (sample(m, cfg=3.0, shape=shape, positive=positive) for m in (p, MODEL))
+    return lab.brief(p) | {"finite": bool(out.isfinite().all()), "rel": lab.rel(out, dense)}
 
 
 def timestep_range():
@@ -119,18 +119,20 @@ def advanced_split():
     """Two samplers share one schedule: part one ends at the step where part two begins."""
     seen = {}
     for at in (1, 2, 3, 5, 8):
-        p = patch(MODEL)
+        p = patch(MODEL, lab.FIRST)
         half = sample(p, start_step=0, last_step=at, force_full_denoise=False)
-        out = sample(p, noise=torch.zeros(lab.LATENT), latent=half, disable_noise=True, start_step=at, last_step=10, force_full_denoise=True)
+        nothing = torch.zeros(lab.LATENT)
+        out = sample(p, noise=nothing, latent=half, disable_noise=True, start_step=at, last_step=10, force_full_denoise=True)
         first, second = lab.reports(p)
+        actions = [t[2] for t in second["timeline"] if t[0] == 0]
         seen[str(at)] = {"first": first["counts"], "second": second["counts"], "anchors": [first["anchors"], second["anchors"]],
-                         "second_actions": [t[2] for t in second["timeline"] if t[0] == 0], "finite": bool(out.isfinite().all())}  # fmt: skip
+                         "second_actions": actions, "finite": bool(out.isfinite().all())}  # fmt: skip
     return seen
 
 
 def hires():
     """A second sampler on the upscaled result, from the middle of the noise range."""
-    p = patch(MODEL)
+    p = patch(MODEL, lab.FIRST)
     small = sample(p)
     large = torch.nn.functional.interpolate(small, scale_factor=(1, 2, 2))
     sample(p, shape=large.shape, latent=large, denoise=0.4)
@@ -157,7 +159,7 @@ def guider():
 def two_experts():
     """Wan 2.2: one MODEL each for the high and the low noise half."""
     other = lab.tiny_wan("wan_low", layers=3)
-    high, low = patch(MODEL), patch(other)
+    high, low = patch(MODEL, lab.FIRST), patch(other, lab.FIRST)
     half = sample(high, start_step=0, last_step=5)
     sample(low, noise=torch.zeros(lab.LATENT), latent=half, disable_noise=True, start_step=5, last_step=10, force_full_denoise=True)
     return {"high": lab.brief(high), "low": lab.brief(low)}

@@ -24,7 +24,8 @@ class Server:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url, self.base, self.log_file = f"http://127.0.0.1:{port}", base, base / "log.txt"
-        command = [python, "main.py", "--cpu", "--port", port, "--base-directory", base, "--disable-api-nodes", "--use-pytorch-cross-attention"]
+        flags = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes"]
+        command = [python, "main.py", "--port", port, "--base-directory", base, *flags]
         with self.log_file.open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
             self.process = subprocess.Popen([str(c) for c in command], cwd=comfyui, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -50,7 +51,8 @@ class Server:
         return self._get(f"/object_info/{node_id}")[node_id]
 
     def post(self, workflow: dict) -> dict:
-        request = urllib.request.Request(self.url + "/prompt", json.dumps({"prompt": workflow}).encode(), {"Content-Type": "application/json"})
+        body = json.dumps({"prompt": workflow}).encode()
+        request = urllib.request.Request(self.url + "/prompt", body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
@@ -83,10 +85,12 @@ def server(comfyui, python, tmp_path_factory):
 
 
 def demo(**changes) -> dict:
-    """The shipped workflow in small: 1024 tokens, 10 steps. changes: inputs of the KSampler."""
+    """The shipped workflow in small: 1024 tokens, 10 steps, anchors at steps 1 and 5. changes: inputs of the KSampler."""
     workflow = json.loads((ROOT / "workflows" / "demo_api.json").read_text())
     workflow["6"]["inputs"] |= {"width": 256, "height": 256, "length": 13}
-    workflow["3"]["inputs"]["min_tokens"] = 1024
+    schedule = {"dense_start": "2", "anchors": "1, 5", "dense_end": "0", "dense_layers": "", "density_curve": ""}
+    workflow["13"] = {"class_type": "MCSparseSchedule", "inputs": schedule}
+    workflow["3"]["inputs"] |= {"min_tokens": 1024, "schedule": ["13", 0]}
     workflow["7"]["inputs"] |= {"steps": 10} | changes
     return workflow
 
@@ -108,8 +112,8 @@ def test_patch_node_declares_its_inputs_in_the_fixed_order(server):
     assert node["input_order"] == {"required": required, "optional": ["schedule"]}
     inputs = node["input"]["required"] | node["input"]["optional"]
     assert all(len(v[1].get("tooltip", "")) > 30 for v in inputs.values())
-    assert inputs["density"][1] | {"tooltip": ""} == inputs["density"][1] | {"tooltip": "", "default": 0.0, "min": 0.0, "max": 1.0, "step": 0.01}
-    assert inputs["density"][1]["display"] == "slider"
+    density = inputs["density"][1]
+    assert [density[k] for k in ("default", "min", "max", "step", "display")] == [0.0, 0.0, 1.0, 0.01, "slider"]
     assert inputs["min_tokens"][1]["default"] == 4096 and inputs["min_tokens"][1]["min"] == 1024
     assert inputs["schedule"][0] == "MC_SPARSE_SCHEDULE"
     options = inputs["preset"][1].get("options") or inputs["preset"][0]
