@@ -1,6 +1,6 @@
 """The demo: one clip, denoised dense and by several sparse methods side by side, with the same seed, prompt and steps.
 
-Every step is run for all methods in turn, so that their times are taken under the same load. `main` writes a GIF and metrics.json.
+Every step is run for all methods in turn, so that their times are taken under the same load. `produce` writes the results.
 """
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ..mcsparse_core.run import SparseRun
 from ..mcsparse_core.schedule import flow_progress
 from . import codec, model, prompts
 from .metrics import psnr, ssim
+from .page import write_page
 from .picture import side_by_side
 from .vanilla import VanillaBlockSparse
 
@@ -83,6 +84,18 @@ class Lane:
         if self.vanilla:
             return {"dense": self.vanilla.dense_calls, "anchor": 0, "reuse": self.vanilla.sparse_calls}
         return {"dense": sum(map(len, self.seconds.values())) * len(self.transformer.blocks), "anchor": 0, "reuse": 0}
+
+    def actions(self) -> list[str]:
+        """For each block one letter per step: d dense, a anchor, r reuse (sparse)."""
+        steps, blocks = sum(map(len, self.seconds.values())), len(self.transformer.blocks)
+        letters = [["d"] * steps for _ in range(blocks)]
+        if self.report:
+            for step, block, action, _ in self.report["timeline"]:
+                letters[block][step] = action[0]
+        elif self.vanilla:
+            for block in set(range(blocks)) - set(self.vanilla.dense_layers):
+                letters[block] = [self.kind(step)[0] for step in range(steps)]
+        return ["".join(row) for row in letters]
 
     def dit_seconds(self) -> float:
         """Time of all model evaluations: for each kind of step, their number times their median."""
@@ -195,34 +208,52 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick=lambda text: None) -> dict:
+    """Runs every method and writes metrics.json, comparison.gif and index.html into `out`. Returns what metrics.json holds."""
+    lanes, machine = compare(prompt, steps, seed, grid, tick=tick)
+    rows, clips = results(lanes)
+    metrics = {
+        "version": __version__,
+        "prompt": prompt,
+        "steps": steps,
+        "seed": seed,
+        "shift": model.SHIFT,
+        "cfg": 1.0,
+        "sampler": "euler",
+        "latent": list(grid),
+        "tokens": tokens_of(grid),
+        **machine,
+        "runs": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    side_by_side(clips, [r["name"] for r in rows], out / "comparison.gif")
+    write_page(out / "index.html", metrics, clips, [lane.actions() for lane in lanes])
+    return metrics
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs the demo and writes comparison.gif and metrics.json into a folder. Returns an exit code."""
+    """The command line of the demo. Returns an exit code."""
     from tqdm import tqdm
 
-    parser = argparse.ArgumentParser(prog="run.py demo", description="Denoise one clip dense and sparse, and compare.")
     names = prompts.names()
+    parser = argparse.ArgumentParser(prog="run.py demo", description="Denoise one clip dense and sparse, and compare.")
     parser.add_argument("--prompt", default=names[0], choices=names, metavar="NAME", help="one of: " + "; ".join(names))
     parser.add_argument("--steps", type=int, default=24, help="Euler steps (default 24)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the results (default demo/out)")
     args = parser.parse_args(argv)
-    if args.steps < 2:
-        parser.error(f"--steps is {args.steps}; 2 or more, 24 to 30 show what the methods do")
+    if args.steps < 10:
+        parser.error(f"--steps is {args.steps}; the methods need 10 or more to show what they do (default 24)")
     with tqdm(total=args.steps * len(methods("auto")), unit="evaluation", smoothing=0.05) as bar:
 
         def tick(text: str):
             bar.set_description(f"{text:<26}")
             bar.update()
 
-        lanes, machine = compare(args.prompt, args.steps, args.seed, tick=tick)
-    rows, clips = results(lanes)
-    args.out.mkdir(parents=True, exist_ok=True)
-    side_by_side(clips, [r["name"] for r in rows], args.out / "comparison.gif")
-    facts = {"version": __version__, "prompt": args.prompt, "steps": args.steps, "seed": args.seed, "shift": model.SHIFT, "cfg": 1.0,
-             "sampler": "euler", "latent": list(model.GRID), "tokens": tokens_of(model.GRID), **machine}  # fmt: skip
-    (args.out / "metrics.json").write_text(json.dumps({**facts, "runs": rows}, indent=1) + "\n")
-    print(f"\n{facts['tokens']} tokens (latent {'x'.join(map(str, model.GRID))}), {args.steps} Euler steps, {machine['device']}, "
-          f"torch {machine['torch']}, {machine['dtype']}")  # fmt: skip
-    print(table(rows))
-    print(f"\nPSNR and SSIM of the clip against dense; keys: selected share; mass: attention mass it holds at anchors.\nWrote {args.out}")
+        metrics = produce(args.prompt, args.steps, args.seed, args.out, tick=tick)
+    print(f"\n{metrics['tokens']} tokens, {args.steps} Euler steps, {metrics['device']}, torch {metrics['torch']}, {metrics['dtype']}")
+    print(table(metrics["runs"]))
+    print("\nPSNR and SSIM of the clip against dense; keys: selected share; mass: attention mass it holds at anchors.")
+    print(f"Wrote metrics.json, comparison.gif and index.html into {args.out}; open index.html to compare.")
     return 0
