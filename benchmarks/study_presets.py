@@ -116,9 +116,14 @@ def cases() -> list[Case]:
         for schedule, name in ((Schedule(Span(steps=1)), "one anchor"), (Schedule(Span(steps=1), refresh=(0.45,)), "two anchors")):
             out.append(Case("few steps", f"{steps} steps {name}", base(density=0.20, schedule=schedule), Setting(steps=steps)))
     cell32 = base(granularity="cell32", tail=32)
-    for name, plan in (("ours 0.05", base(density=0.05)), ("ours 0.10", base()), ("ours 0.10 cell32 tail 32", cell32), ("paper 0.15", paper(0.15)),
-                        ("paper 0.25", paper(0.25)), ("tail none 0.10", base(tail=0))):  # fmt: skip
-        out.append(Case("12k tokens", name, plan, Setting(LONG)))
+    out += [
+        Case("12k tokens", "ours 0.05", base(density=0.05), Setting(LONG)),
+        Case("12k tokens", "ours 0.10", base(), Setting(LONG)),
+        Case("12k tokens", "ours 0.10 cell32 tail 32", cell32, Setting(LONG)),
+        Case("12k tokens", "paper 0.15", paper(0.15), Setting(LONG)),
+        Case("12k tokens", "paper 0.25", paper(0.25), Setting(LONG)),
+        Case("12k tokens", "tail none 0.10", base(tail=0), Setting(LONG)),
+    ]
     for name in ("quality", "speed", "paper", "auto"):
         out.append(Case("preset", name, SparsePlan(preset=name, min_tokens=1024, backend=BACKEND), seeds=5))
     out.append(Case("vanilla block-sparse", "0.25", None))

@@ -73,10 +73,11 @@ class Lane:
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # of each model evaluation, by kind of step
 
     def kind(self, step: int) -> str:
-        timeline = self.run.timeline if self.run else self.vanilla.timeline if self.vanilla else None
-        if timeline is None or timeline.due(step) is None or step >= timeline.dense_from:
+        if self.vanilla:
+            return "reuse" if self.vanilla.is_sparse(step) else "dense"
+        if self.run is None or self.run.timeline.due(step) is None or step >= self.run.timeline.dense_from:
             return "dense"
-        return "anchor" if self.run and step in timeline.anchors else "reuse"
+        return "anchor" if step in self.run.timeline.anchors else "reuse"
 
     def counts(self) -> dict[str, int]:
         if self.run:

@@ -26,9 +26,12 @@ class VanillaBlockSparse:
         self.step = self.dense_calls = self.sparse_calls = 0
         self._seen: dict[int, tuple[float, float]] = {}  # block -> realised density and retained mass at its first sparse call
 
+    def is_sparse(self, step: int) -> bool:
+        """True after the warm-up, which the first anchor of MC-Sparse ends."""
+        return step > self.timeline.anchors[0]
+
     def __call__(self, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        # Step `anchors[0]` is the last of the warm-up.
-        if self.step <= self.timeline.anchors[0] or block in self.dense_layers:
+        if not self.is_sparse(self.step) or block in self.dense_layers:
             self.dense_calls += 1
             return F.scaled_dot_product_attention(q, k, v, mask)
         self.sparse_calls += 1
