@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The study behind the presets: the demo model, dense against one change at a time.
+"""The study behind the presets: the demo model, dense against the base case and one change at a time.
 
     python benchmarks/study_presets.py --out benchmarks/results/<machine>-<date>-study.json
     python benchmarks/study_presets.py --only residual,tail --seeds 1 --workers 2     # a part of it
@@ -124,6 +124,16 @@ def cases() -> list[Case]:
         Case("12k tokens", "paper 0.25", paper(0.25), Setting(LONG)),
         Case("12k tokens", "tail none 0.10", base(tail=0), Setting(LONG)),
     ]
+    for density, tail, granularity, anchors in (
+        (0.06, 32, "cell32", (2, 9)), (0.06, 32, "cell32", (2, 7, 14)), (0.06, 64, "token", (2, 9)), (0.06, 64, "token", (2, 7, 14)),
+        (0.10, 64, "token", (2, 7, 14)), (0.10, 32, "cell32", (2, 7, 14)), (0.06, 32, "token", (2, 6, 11, 17)),
+    ):  # fmt: skip
+        plan = base(density=density, tail=tail, granularity=granularity, schedule=at(*anchors, start=0.1), residual="auto")
+        out.append(Case("speed", f"{density:.2f} tail {tail} {granularity}, anchors {', '.join(map(str, anchors))}", plan, seeds=5))
+    for anchors in ((5, 10, 16), (5, 9, 14, 20)):
+        for density in (0.10, 0.15):
+            value = f"{density:.2f} anchors {', '.join(map(str, anchors))}"
+            out.append(Case("more anchors", value, base(density=density, schedule=at(*anchors)), seeds=5))
     for name in ("quality", "speed", "paper", "auto"):
         out.append(Case("preset", name, SparsePlan(preset=name, min_tokens=1024, backend=BACKEND), seeds=5))
     out.append(Case("vanilla block-sparse", "0.25", None))
@@ -285,9 +295,10 @@ def _workers() -> int:
     return int(os.environ.get("MC_SPARSE_STUDY_WORKERS", "1"))
 
 
-def summary(case: Case, rows: dict[int, dict]) -> dict:
-    """A case with its seeds: mean and spread (sample standard deviation) of PSNR."""
+def summary(case: Case, rows: dict[int, dict], reference: dict[int, dict]) -> dict:
+    """A case with its seeds: mean and spread (sample standard deviation) of PSNR, alone and paired by seed with the base case."""
     values = [rows[s]["psnr_db"] for s in sorted(rows)]
+    paired = [rows[s]["psnr_db"] - reference[s]["psnr_db"] for s in sorted(rows) if s in reference] if case.setting == Setting() else []
     first = rows[min(rows)]
     means = ("ssim", "retained_mass", "realised_density", "reuse_work", "attention_work")
     mean = {k: statistics.mean(r[k] for r in rows.values()) for k in means if first.get(k) is not None}
@@ -303,6 +314,8 @@ def summary(case: Case, rows: dict[int, dict]) -> dict:
         "psnr_db": statistics.mean(values),
         "psnr_spread_db": statistics.stdev(values) if len(values) > 1 else None,
         "psnr_by_seed": values,
+        "against_base_db": statistics.mean(paired) if paired else None,
+        "against_base_spread_db": statistics.stdev(paired) if len(paired) > 1 else None,
         **mean,
         "counts": first.get("counts"),
         "cache_bytes": first.get("cache_bytes"),
@@ -334,7 +347,8 @@ def main() -> int:
             if time.time() - began > args.seconds:
                 pool.terminate()
                 break
-    table = [summary(chosen[i], rows[i]) for i in sorted(rows)]
+    reference = next((rows[i] for i in rows if chosen[i].factor == "base"), {})
+    table = [summary(chosen[i], rows[i], reference) for i in sorted(rows)]
     facts = {
         "command": "python benchmarks/study_presets.py " + " ".join(sys.argv[1:]),
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
@@ -348,7 +362,8 @@ def main() -> int:
     for r in table:
         spread = "" if r["psnr_spread_db"] is None else f" +- {r['psnr_spread_db']:.2f}"
         work = f"{r['attention_work']:.3f}" if "attention_work" in r else "-"
-        print(f"{r['factor']:<22}{r['value']:<44}{r['psnr_db']:>7.2f}{spread:<9} SSIM {r['ssim']:.4f}  work {work}")
+        paired = "" if r["against_base_db"] is None else f"{r['against_base_db']:+.2f}"
+        print(f"{r['factor']:<22}{r['value']:<46}{r['psnr_db']:>7.2f}{spread:<9}{paired:>7}  SSIM {r['ssim']:.4f}  work {work}")
     return 0
 
 

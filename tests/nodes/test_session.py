@@ -171,6 +171,23 @@ def test_window_and_area_are_parts_of_the_branch():
     assert host.counts == {"anchor": 4}
 
 
+def test_sparse_work_is_done_outside_the_hosts_memory_graph():
+    entered = []
+
+    class Pause:
+        def __enter__(self):
+            entered.append(True)
+
+        def __exit__(self, *error):
+            entered.append(False)
+
+    host = Host()
+    host.session.outside_graph = Pause
+    host.next()
+    host.forward()
+    assert entered == [True, False] * 2
+
+
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
 def test_copies_of_the_options_share_the_session(how):
     import copy
