@@ -25,7 +25,7 @@ def test_full_density_is_dense(scene):
 
 def test_presets(scene):
     for preset, run in scene("presets").items():
-        assert run["counts"]["reuse"] > run["counts"]["anchor"] >= len(run["anchors"]) and run["rel"] < 0.3, preset
+        assert run["counts"]["reuse"] > 0 and run["counts"]["anchor"] >= len(run["anchors"]) and run["rel"] < 0.3, preset
         assert sum(run["counts"].values()) == 2 * run["steps"], preset
 
 
