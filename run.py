@@ -35,6 +35,8 @@ def main() -> int:
     except subprocess.CalledProcessError as e:
         print(f"\nSetting up {ENV} failed: {' '.join(map(str, e.cmd))} ended with {e.returncode}. Its last lines above say why.")
         return 1
+    # Threads that sleep while they wait: where other programs share the cores, spinning ones stall every small operation.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if command == "test":
         return test(arguments)
     return subprocess.call([BIN / "mc-sparse", command, *arguments])

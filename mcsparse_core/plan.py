@@ -39,7 +39,7 @@ PRESETS: dict[str, Recipe] = {
     "paper": replace(_PAPER_H3, schedule=replace(_PAPER_H3.schedule, refresh=(0.5,))),
     "paper-h3": _PAPER_H3,
     "quality": Recipe(0.15, schedule=Schedule(refresh=(0.3, 0.45, 0.65), dense_end=Span(steps=1))),
-    "speed": Recipe(0.06, tail=32, granularity="cell32", schedule=Schedule(dense_start=Span(fraction=0.1), refresh=(0.3,))),
+    "speed": Recipe(0.10, schedule=Schedule(dense_start=Span(fraction=0.1), refresh=(0.22, 0.45))),
     "few-step": Recipe(0.20, schedule=Schedule(dense_start=Span(steps=1))),
     "custom": _AUTO,
 }
