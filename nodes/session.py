@@ -92,29 +92,22 @@ class Session:
         return call.result(output)
 
     def _eligible(self, call: AttentionArgs, host: _Host, options: Mapping) -> Tensor | None:
-        run = self.run
+        run, tokens = self.run, call.q.shape[2]
         site = run.site(*self._block(options))
-        branches = run.branches(call.q.shape[0], call.q.shape[2])
-        reason, layout = run.decline, TokenLayout(None, before=call.q.shape[2])
-        if not reason:
-            reason = why_dense(run.plan, call.q, call.k, call.v, call.has_mask)
-        if not reason and not branches:
-            reason = "unknown batch rows"
-        if not reason:
-            layout = self._layout(call.q.shape[2], options.get("grid_sizes"))
-            reason = layout if isinstance(layout, str) else None
-        if reason:
-            for _ in branches or (None,):
-                run.stats.count(run.step, site, Action.DENSE, reason)
-            return None
+        reason = run.decline or why_dense(run.plan, call.q, call.k, call.v, call.has_mask)
+        layout = None if reason else self._layout(tokens, options.get("grid_sizes"))
+        if isinstance(layout, str):
+            reason, layout = layout, None
         with self.outside_graph():
             return attend(
                 run,
                 AttentionCall(
-                    call.q, call.k, call.v, call.scale, site, branches, layout,
+                    call.q, call.k, call.v, call.scale, site, run.branches(call.q.shape[0], tokens),
+                    layout or TokenLayout(None, before=tokens),
                     dense=lambda rows: call.dense(host, rows),
                     exact_dense=host.is_exact,
                 ),
+                reason,
             )  # fmt: skip
 
     def _block(self, options: Mapping) -> tuple[str, int, int]:

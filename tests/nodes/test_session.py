@@ -104,7 +104,7 @@ def test_unknown_rows_stay_dense():
     host = Host()
     host.next()
     host.forward(rows=3, uuids=["n", "p"], cond_or_uncond=[1, 0])
-    assert host.run.stats.reasons == {"unknown batch rows": 2}
+    assert host.run.stats.reasons == {"the host names no conditioning": 2}
 
 
 def test_mask_stays_dense():
