@@ -20,6 +20,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("comfyui", checkouts, ids=[p.name if p else "none" for p in checkouts], scope="session")
 
 
+@pytest.fixture
+def version(comfyui) -> tuple[int, ...]:
+    """Of the ComfyUI under test."""
+    text = (comfyui / "comfyui_version.py").read_text().split('"')[1]
+    return tuple(int(part) for part in text.split("."))
+
+
 @pytest.fixture(scope="session")
 def python():
     return discovery.comfyui_python()

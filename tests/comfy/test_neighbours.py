@@ -19,10 +19,11 @@ def test_foreign_overrides_on_both_sides(scene):
     assert seen["counts"] == COUNTS and seen["rel"] <= 1e-6 and (seen["first"], seen["second"]) == (0, 26)
 
 
-def test_attention_backend_node_after_ours(scene):
+def test_attention_backend_node_after_ours(scene, version):
     seen = scene("attention_backend_node")
-    if seen.get("missing"):
-        pytest.skip("this version has no such node")
+    if version <= (0, 19, 3):  # these have no such node
+        assert seen["missing"]
+        return
     assert seen["counts"] == COUNTS and seen["rel"] <= 1e-3
 
 
@@ -52,10 +53,11 @@ def test_compiled_model(scene, order):
     assert seen["counts"] == COUNTS and max(seen["rel"]) <= 1e-3
 
 
-def test_compiled_by_inductor(scene):
+def test_compiled_by_inductor(scene, version):
     seen = scene("compiled_inductor")
-    if seen.get("missing"):
-        pytest.skip("done in the newer version only")
+    if version <= (0, 8):  # slow: done in newer versions only
+        assert seen["missing"]
+        return
     assert seen["counts"] == {"dense": 0, "anchor": 1, "reuse": 5} and seen["rel"] <= 1e-3
 
 
@@ -75,10 +77,11 @@ def test_unpatched_graph_is_bitwise_the_same_afterwards(scene):
         ("scail", "SCAILWanModel", ["double 0", "double 1"], "((8, 16, 16), 256, 512, ())"),
     ],
 )
-def test_wan_family(scene, name, model, sites, layout):
+def test_wan_family(scene, version, name, model, sites, layout):
     seen = scene(name)
-    if seen.get("missing"):
-        pytest.skip("this version has no such model")
+    if name == "scail" and version <= (0, 8):  # not in it yet
+        assert seen["missing"]
+        return
     assert (seen["model"], seen["sites"], seen["layouts"]) == (model, sites, [layout])
     assert seen["counts"] == {"dense": 0, "anchor": len(sites), "reuse": 4 * len(sites)} and seen["rel"] < 0.3
     assert any("too many to keep exact" in note for note in seen["notes"]) == (name in ("large_reference", "scail"))
