@@ -75,4 +75,4 @@ def comfyui_folders() -> list[Path]:
         found = [Path(p).expanduser() for p in named.split(os.pathsep) if p]
     else:
         found = sorted(Path.home().glob("ComfyUI*")) or list(Path(__file__).resolve().parents)
-    return [p for p in found if (p / "comfy" / "samplers.py").is_file()]
+    return [p for p in found if (p / "comfy" / "sd.py").is_file() and (p / "main.py").is_file()]

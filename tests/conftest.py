@@ -11,12 +11,10 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
 
 def comfyui_checkouts() -> list[Path]:
-    """ComfyUI folders: COMFYUI_PATH (several, by os.pathsep), else ~/ComfyUI*, else the one this pack is installed in."""
-    if os.environ.get("COMFYUI_PATH"):
-        found = [Path(p).expanduser() for p in os.environ["COMFYUI_PATH"].split(os.pathsep)]
-    else:
-        found = sorted(Path.home().glob("ComfyUI*")) or [ROOT.parent.parent]
-    return [p for p in found if (p / "comfy" / "sd.py").is_file() and (p / "main.py").is_file()]
+    """ComfyUI folders, as `doctor` finds them."""
+    from mc_sparse.doctor import comfyui_folders
+
+    return comfyui_folders()
 
 
 def comfyui_python() -> Path | None:
