@@ -86,7 +86,7 @@ def server(comfyui, python, tmp_path_factory):
 
 def demo(**changes) -> dict:
     """The shipped workflow in small: 1024 tokens, 10 steps, anchors at steps 1 and 5. changes: inputs of the KSampler."""
-    workflow = json.loads((ROOT / "workflows" / "demo_api.json").read_text())
+    workflow = json.loads((ROOT / "workflows" / "api" / "demo_api.json").read_text())
     workflow["6"]["inputs"] |= {"width": 256, "height": 256, "length": 13}
     schedule = {"dense_start": "2", "anchors": "1, 5", "dense_end": "0", "dense_layers": "", "density_curve": ""}
     workflow["13"] = {"class_type": "MCSparseSchedule", "inputs": schedule}
