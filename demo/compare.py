@@ -239,13 +239,13 @@ def main(argv: list[str] | None = None) -> int:
 
     names = prompts.names()
     parser = argparse.ArgumentParser(prog="run.py demo", description="Denoise one clip dense and sparse, and compare.")
-    parser.add_argument("--prompt", default=names[0], choices=names, metavar="NAME", help="one of: " + "; ".join(names))
-    parser.add_argument("--steps", type=int, default=24, help="Euler steps (default 24)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--prompt", default=names[3], choices=names, metavar="NAME", help="one of: " + "; ".join(repr(n) for n in names))
+    parser.add_argument("--steps", type=int, default=30, help="Euler steps (default 30)")
+    parser.add_argument("--seed", type=int, default=3, help="of the noise (default 3)")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the results (default demo/out)")
     args = parser.parse_args(argv)
     if args.steps < 10:
-        parser.error(f"--steps is {args.steps}; the methods need 10 or more to show what they do (default 24)")
+        parser.error(f"--steps is {args.steps}; the methods need 10 or more to show what they do (default 30)")
     with tqdm(total=args.steps * len(methods("auto")), unit="evaluation", smoothing=0.05) as bar:
 
         def tick(text: str):
