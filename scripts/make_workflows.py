@@ -87,13 +87,16 @@ class Node:
 
 @dataclass
 class Column:
+    """Nodes below each other. title: of the group around them, if any. below: under the column before, not right of it."""
+
     title: str
     width: int
     nodes: dict[str, Node]
+    below: bool = False
 
 
 def note(text: str, width: int, height: int) -> Column:
-    return Column("", width, {"note": Node("MarkdownNote", {"": text}, title="Read me", height=height)})
+    return Column("", width, {"note": Node("MarkdownNote", {"": text}, title="Read me", height=height)}, below=True)
 
 
 def sparse_part(model: str) -> Column:
@@ -103,7 +106,7 @@ def sparse_part(model: str) -> Column:
         {
             "shift": Node("ModelSamplingSD3", {"shift": 3.0 if model == "demo" else 8.0}, {"model": ("model", 0)}),
             "patch": Node("MCSparsePatchModel", {}, {"model": ("shift", 0)}),
-            "schedule": Node("MCSparseSchedule", title="Schedule (optional, connect it)"),
+            "schedule": Node("MCSparseSchedule", {"anchors": "every 6"}, title="Schedule (optional, connect it)"),
         },
     )
 
@@ -119,11 +122,12 @@ def sampler(steps: int, cfg: float, name: str, latent: tuple) -> Node:
 def report_part() -> Column:
     return Column(
         "What MC-Sparse did",
-        560,
+        480,
         {
-            "chart": Node("PreviewImage", {}, {"images": ("stats", 3)}, "Chart", height=420),
-            "text": Node("PreviewAny", {}, {"source": ("stats", 1)}, "Report", height=340),
+            "chart": Node("PreviewImage", {}, {"images": ("stats", 3)}, "Chart", height=250),
+            "text": Node("PreviewAny", {}, {"source": ("stats", 1)}, "Report", height=270),
         },
+        below=True,
     )
 
 
@@ -131,7 +135,6 @@ STATS = Node("MCSparseStats", {}, {"model": ("patch", 0), "value": ("sampler", 0
 
 WORKFLOWS = {
     "mc-sparse-demo": [
-        note(DEMO_NOTE, 400, 480),
         Column(
             "Model and prompt",
             380,
@@ -142,6 +145,7 @@ WORKFLOWS = {
                 "latent": Node("EmptyHunyuanLatentVideo", {"width": 288, "height": 288, "length": 49, "batch_size": 1}),
             },
         ),
+        note(DEMO_NOTE, 380, 420),
         sparse_part("demo"),
         Column(
             "Sample",
@@ -154,20 +158,19 @@ WORKFLOWS = {
         ),
         Column(
             "Clip",
-            400,
+            480,
             {
                 "save": Node(
                     "SaveAnimatedWEBP",
                     {"filename_prefix": "mc_sparse_demo", "fps": 12.0, "lossless": True, "quality": 90, "method": "default"},
                     {"images": ("decode", 0)},
-                    height=600,
+                    height=480,
                 )
             },
         ),
         report_part(),
     ],
     "wan2.1-t2v-mc-sparse": [
-        note(WAN_NOTE, 420, 560),
         Column(
             "Model",
             380,
@@ -192,6 +195,7 @@ WORKFLOWS = {
                 "negative": Node("CLIPTextEncode", {"text": NEGATIVE}, {"clip": ("clip", 0)}, "Negative prompt", height=200),
             },
         ),
+        note(WAN_NOTE, 400, 480),
         sparse_part("wan"),
         Column(
             "Sample",
@@ -204,13 +208,13 @@ WORKFLOWS = {
         ),
         Column(
             "Video",
-            420,
+            480,
             {
                 "save": Node(
                     "SaveWEBM",
                     {"filename_prefix": "wan_mc_sparse", "codec": "vp9", "fps": 16.0, "crf": 24.0},
                     {"images": ("decode", 0)},
-                    height=460,
+                    height=360,
                 )
             },
         ),
@@ -228,10 +232,11 @@ BUILD = """
 async columns => {
   const graph = window.app.graph, made = {}, gap = 24, between = 70, title = 30
   graph.clear()
-  let x = 0
+  let x = 0, y = 0, right = 0
   for (const column of columns) {
-    let y = 0
-    const own = []
+    if (column.below) y += 100
+    else [x, y] = [right, 0]
+    const top = y
     for (const [name, spec] of Object.entries(column.nodes)) {
       const node = LiteGraph.createNode(spec.type)
       if (!node) throw new Error('no node ' + spec.type)
@@ -247,15 +252,14 @@ async columns => {
       node.pos = [x, y]
       y += node.size[1] + title + gap
       made[name] = node
-      own.push(node)
     }
     if (column.title) {
       const group = new LiteGraph.LGraphGroup(column.title)
-      group.pos = [x - 15, -85]
-      group.size = [column.width + 30, y - gap - title + 85 + 15]
+      group.pos = [x - 15, top - 85]
+      group.size = [column.width + 30, y - gap - title - top + 100]
       graph.add(group)
     }
-    x += column.width + between
+    right = x + column.width + between
   }
   for (const column of columns)
     for (const [name, spec] of Object.entries(column.nodes))
@@ -286,15 +290,18 @@ SAVE = "() => JSON.stringify(window.app.graph.serialize())"
 READY = "() => Boolean(window.app?.extensionManager && window.app.graph && window.LiteGraph?.registered_node_types?.MCSparsePatchModel)"
 
 
+def chromium() -> str | None:
+    """Path of an installed Chromium or Chrome."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
 def open_page(playwright, url: str, size=(2400, 1300)) -> Page:
     """The frontend, ready to take a graph."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        sys.exit("Chromium is not installed.")
-    browser = playwright.chromium.launch(executable_path=path, args=["--headless", "--no-sandbox", "--disable-gpu"])
+    browser = playwright.chromium.launch(executable_path=chromium(), args=["--headless", "--no-sandbox", "--disable-gpu"])
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     page.request.post(f"{url}/settings/Comfy.TutorialCompleted", data=json.dumps(True))
-    page.request.post(f"{url}/settings/Comfy.Minimap.Visible", data=json.dumps(False))
+    for panel in ("Comfy.Minimap.Visible", "Comfy.RightSidePanel.IsOpen"):
+        page.request.post(f"{url}/settings/{panel}", data=json.dumps(False))
     page.goto(url)
     page.wait_for_function(READY, timeout=90_000)
     page.wait_for_timeout(1500)
@@ -345,6 +352,8 @@ def main():
     parser.add_argument("url")
     parser.add_argument("--run", action="store_true", help="queue the demo before its picture is taken")
     arguments = parser.parse_args()
+    if chromium() is None:
+        sys.exit("Chromium is not installed.")
     with sync_playwright() as playwright:
         for name, columns in WORKFLOWS.items():
             page = open_page(playwright, arguments.url)
