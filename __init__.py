@@ -8,7 +8,7 @@ WEB_DIRECTORY = "./web"
 _PUBLIC = {  # name -> module, imported on first use
     "SparsePlan": "mcsparse_core.plan",
     "Schedule": "mcsparse_core.plan",
-    "preset": "mcsparse_core.plan",
+    "flow_progress": "mcsparse_core.schedule",
     "SparseRun": "mcsparse_core.run",
     "sparsify": "mcsparse_core.diffusers_host",
 }

@@ -8,10 +8,12 @@
 Needs only Python 3.10 or newer with venv. PyTorch is taken from the Python that runs this, if it has it.
 """
 import hashlib
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -30,10 +32,13 @@ def main() -> int:
     if command not in EXTRAS:
         print(__doc__)
         return 0 if command in ("-h", "--help") else 2
+    has_torch = importlib.util.find_spec("torch") is not None
+    if command == "doctor" and has_torch:  # of the Python at hand, ComfyUI's perhaps: nothing to install
+        return doctor()
     try:
-        set_up(EXTRAS[command])
-    except subprocess.CalledProcessError as e:
-        print(f"\nSetting up {ENV} failed: {' '.join(map(str, e.cmd))} ended with {e.returncode}. Its last lines above say why.")
+        set_up(EXTRAS[command], has_torch)
+    except (subprocess.CalledProcessError, OSError) as e:
+        print(f"\nSetting up {ENV} failed: {e}. The lines above say why; delete the folder to start anew.")
         return 1
     # Threads that sleep while they wait: where other programs share the cores, spinning ones stall every small operation.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -42,16 +47,27 @@ def main() -> int:
     return subprocess.call([BIN / "mc-sparse", command, *arguments])
 
 
-def set_up(extra: str):
+def doctor() -> int:
+    """The report, without installing the package: this folder becomes `mc_sparse`."""
+    spec = importlib.util.spec_from_file_location("mc_sparse", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
+    sys.modules["mc_sparse"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return importlib.import_module("mc_sparse.doctor").main()
+
+
+def set_up(extra: str, has_torch: bool):
     """Makes .venv and installs the package with an extra, unless that was done for this pyproject.toml."""
     stamp = ENV / f".mc-sparse-{extra or 'base'}"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted and any((BIN / p).exists() for p in ("python", "python.exe")):
         return
-    has_torch = importlib.util.find_spec("torch") is not None
     if not ENV.exists():
         print(f"Making {ENV}" + (" over this Python's PyTorch" if has_torch else ""), flush=True)
         venv.create(ENV, with_pip=True, system_site_packages=has_torch, symlinks=os.name != "nt")
+        if has_torch and sys.prefix != sys.base_prefix:  # a venv of a venv sees the base Python only
+            folder = subprocess.check_output([BIN / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+            Path(folder.strip(), "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if subprocess.call([BIN / "python", "-c", "import torch"], stderr=subprocess.DEVNULL):
         print(f"Installing {TORCH} (the largest part)", flush=True)

@@ -20,7 +20,8 @@ def sparsify(transformer, plan: SparsePlan, sigmas: Sequence[float], progress: S
 
     sigmas: the run's noise levels, the last one ends it; progress: of each of them (`flow_progress`). The caller calls
     `run.begin_evaluation(sigma)` before each model evaluation; forwards within one evaluation (cond, then uncond) are told apart by
-    their order. The run's report is `run.close()`'s; leaving the block lets the cache go in any case. Raises TypeError for other models.
+    their order. Use it without gradients (`torch.inference_mode`), else all is dense. The run's report is `run.close()`'s; leaving the
+    block lets the cache go in any case. Raises TypeError for other models.
     """
     if type(transformer).__name__ != "WanTransformer3DModel":
         raise TypeError(f"sparsify takes a diffusers WanTransformer3DModel, not {type(transformer).__name__}")
@@ -30,6 +31,8 @@ def sparsify(transformer, plan: SparsePlan, sigmas: Sequence[float], progress: S
 
     def before_forward(_, args, kwargs):
         nonlocal layout
+        if run.evaluation < 0:
+            raise RuntimeError("sparsify: call run.begin_evaluation(sigma) before each model evaluation; it is the clock of the schedule")
         latents = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         layout = TokenLayout(tuple(n // p for n, p in zip(latents.shape[2:], patch, strict=True)))
         run.begin_forward([("diffusers", 0)], latents.shape[0], shape=tuple(latents.shape))

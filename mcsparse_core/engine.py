@@ -38,6 +38,8 @@ def why_dense(plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, has_mask: bool)
     """A reason if a long self-attention call cannot be sparse, None if it can. Settled by shapes alone, alike on every step."""
     if has_mask:
         return "attention mask"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        return "gradients are recorded (use torch.inference_mode)"
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         return "mixed dtypes"
     if plan.backend == "auto":
@@ -110,6 +112,7 @@ def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
             residual = auto_residual(difference, groups, output, RESIDUAL_BOUND)
         else:
             residual = compress_residual(difference, groups, recipe.residual)
+        run.stats.residuals[residual.format] += 1
     if not run.cache.put(call.site, branch, AnchorState(run.step, _shape(call, rows), groups, selection, residual)):
         run.unfit.add((call.site, branch, due))
         run.note("the cache reached its memory cap: some layers stayed dense (lower the density or the resolution, or use residual rank-8)")

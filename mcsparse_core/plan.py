@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from ..kernels.registry import backend_names
 from ..kernels.residual.reference import rank_of
 from ..kernels.shapes import GRANULARITIES
-from .schedule import Schedule, Span, check_density
+from .schedule import Schedule, ScheduleChange, Span, check_density
 
 TAILS = (0, 128, 64, 32)  # keys per pooled cell; 0 = none
 GROUPINGS = ("pddp", "cells")
@@ -49,7 +49,8 @@ PRESETS: dict[str, Recipe] = {
 class SparsePlan:
     """A preset and what the user changed about it; None = the preset's own. Raises ValueError on anything a run could not honour.
 
-    min_tokens: shorter sequences run dense (at least 1024). backend: "auto" or a kernel backend's name, then strict.
+    schedule: changes of the preset's schedule, or a whole one. min_tokens: shorter sequences run dense (at least 1024). backend: "auto" or
+    a kernel backend's name, then strict.
     """
 
     preset: str = "auto"
@@ -58,7 +59,7 @@ class SparsePlan:
     grouping: str | None = None
     granularity: str | None = None
     residual: str | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | ScheduleChange | None = None
     min_tokens: int = 4096
     backend: str = "auto"
     verbose: bool = False
@@ -76,7 +77,7 @@ class SparsePlan:
                 _one_of(name, value, allowed)
         if self.residual is not None and rank_of(self.residual) is None:
             _one_of("residual", self.residual, (*RESIDUALS, "rank-<r>"))
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+        if self.schedule is not None and not isinstance(self.schedule, Schedule | ScheduleChange):
             raise ValueError(f"schedule is a {type(self.schedule).__name__}; connect the output of MC-Sparse Schedule, or nothing")
         if self.min_tokens < MIN_TOKENS_FLOOR:
             raise ValueError(f"min_tokens is {self.min_tokens}; the least is {MIN_TOKENS_FLOOR} (shorter calls include cross-attention)")
@@ -86,9 +87,15 @@ class SparsePlan:
 
     def recipe(self, full_steps: int) -> Recipe:
         """The settings for a schedule of so many steps over the whole noise range."""
-        base = PRESETS["few-step" if self.preset == "auto" and full_steps <= FEW_STEPS else self.preset]
+        base = PRESETS[self.recipe_name(full_steps)]
         changes = {n: getattr(self, n) for n in ("density", "tail", "grouping", "granularity", "residual", "schedule")}
+        if isinstance(self.schedule, ScheduleChange):
+            changes["schedule"] = self.schedule.over(base.schedule)
         return replace(base, **{n: v for n, v in changes.items() if v is not None})
+
+    def recipe_name(self, full_steps: int) -> str:
+        """The preset that such a schedule gets: `auto` turns to `few-step` for short ones."""
+        return "few-step" if self.preset == "auto" and full_steps <= FEW_STEPS else self.preset
 
     def summary(self) -> dict:
         """The plan as plain values, for reports."""

@@ -41,7 +41,8 @@ class SparseRun:
         self.sigmas = tuple(sigmas)
         self.decline = decline or why_no_schedule(self.sigmas)
         steps = () if self.decline else tuple(progress[:-1])
-        self.recipe = plan.recipe(full_step_count(steps, progress[-1]) if steps else 1)
+        full_steps = full_step_count(steps, progress[-1]) if steps else 1
+        self.recipe, self.recipe_name = plan.recipe(full_steps), plan.recipe_name(full_steps)
         self.timeline = lay_out(self.recipe.schedule, self.recipe.density, steps)
         self.cache = MetaCache(budget_bytes)
         self.stats = RunStats()
@@ -122,9 +123,10 @@ class SparseRun:
             "version": __version__,
             "status": status,
             "plan": self.plan.summary(),
-            "recipe": asdict(self.recipe),
+            "recipe": {"name": self.recipe_name, **asdict(self.recipe)},
             "steps": self.timeline.steps,
             "anchors": list(self.timeline.anchors),
+            "densities": list(self.timeline.densities),
             "evaluations": self.evaluation + 1,
             "seconds": round(time.perf_counter() - self._began, 3),
             "backend": self.plan.backend,
@@ -147,7 +149,7 @@ class SparseRun:
         elif not counts["reuse"]:
             few = self.timeline.reuse_steps == 0
             reasons = numbers["reasons"]
-            why = f"{self.timeline.steps} steps are too few" if few else max(reasons, key=reasons.get, default="no call")
+            why = f"{self.timeline.steps} steps are too few" if few else max(reasons, key=reasons.get, default="the run ended early")
             self.note(f"0 calls were sparse: {why}")
         else:
             if self.timeline.reuse_steps <= 1:

@@ -6,7 +6,7 @@ sigmas into it. A run that is a part of a longer schedule starts at the progress
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 PROGRESS_TOLERANCE = 2e-3  # schedulers round noise levels to 1/1000 of the range
@@ -84,6 +84,32 @@ class Schedule:
                 f"MC-Sparse schedule: anchor at step {self.anchor_steps[0]} lies inside the dense start of {warm_up} steps (steps 0 to "
                 f"{warm_up - 1}). The first anchor can be step {warm_up - 1} at the earliest: move it there or shorten the dense start."
             )
+
+
+ANCHOR_FIELDS = {"refresh": (), "every": None, "anchor_steps": ()}  # they exclude each other: setting one unsets the others
+
+
+@dataclass(frozen=True)
+class ScheduleChange:
+    """What a user changed about a preset's schedule, field by field; None = the preset's own."""
+
+    dense_start: Span | None = None
+    refresh: tuple[float, ...] | None = None
+    every: int | None = None
+    anchor_steps: tuple[int, ...] | None = None
+    dense_end: Span | None = None
+    dense_layers: tuple[int, ...] | None = None
+    density_curve: tuple[tuple[float, float], ...] | None = None
+
+    def __post_init__(self):
+        self.over(Schedule(dense_start=Span(steps=0)))  # what cannot be right over any preset is refused here
+
+    def over(self, base: Schedule) -> Schedule:
+        """`base` with these changes. Raises ValueError where they contradict each other."""
+        changes = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if changes.keys() & ANCHOR_FIELDS.keys():
+            changes = ANCHOR_FIELDS | changes
+        return replace(base, **changes)
 
 
 def check_density(density: float):

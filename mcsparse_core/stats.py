@@ -20,6 +20,7 @@ class RunStats:
         self.reasons: Counter[str] = Counter()  # why calls were dense
         self.passed: Counter[str] = Counter()  # calls that are no candidates (cross-attention, short text), by reason
         self.timeline: dict[tuple[int, SiteKey], tuple[str, str]] = {}  # (step, site) -> action, reason of its last call
+        self.residuals: Counter[str] = Counter()  # formats that anchors kept
         self._seconds: Counter[str] = Counter()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._anchors: list[tuple[Tensor, Tensor]] = []  # retained mass and realised density, still on the device
@@ -67,6 +68,7 @@ class RunStats:
             "passed_through": dict(self.passed),
             "retained_mass": retained,
             "realised_density": density,
+            "residuals": dict(self.residuals),
             "attention_seconds": {k: round(s, 6) for k, s in self._seconds.items()},
             "sites": [f"{s.block_type} {s.block_index}" + (f".{s.ordinal}" if s.ordinal else "") for s in sites],
             "timeline": [[step, sites.index(site), *what] for (step, site), what in sorted(self.timeline.items())],
@@ -84,23 +86,39 @@ def one_line(report: dict) -> str:
 
 def report_text(report: dict) -> str:
     """A run's report as one block to read and to paste."""
-    counts, plan, recipe = report["counts"], report["plan"], report["recipe"]
+    counts, recipe = report["counts"], report["recipe"]
     total = sum(counts.values())
+    asked = report["plan"]["preset"]
+    preset = asked if asked == recipe["name"] else f"{asked} ({recipe['name']}, for so few steps)"
+    densities = sorted({round(d, 3) for d in report["densities"]} or {recipe["density"]}, reverse=True)
+    residual = recipe["residual"] + (f" ({', '.join(report['residuals'])})" if recipe["residual"] == "auto" and report["residuals"] else "")
     lines = [
         f"MC-Sparse {report['version']}: {report['status']}, {report['steps']} steps, {report['evaluations']} model evaluations, "
         f"{report['seconds']:.1f} s",
-        f"  preset {plan['preset']}: density {recipe['density']:g}, tail {recipe['tail'] or 'none'}, grouping {recipe['grouping']}, "
-        f"granularity {recipe['granularity']}, residual {recipe['residual']}, backend {report['backend']}",
+        f"  preset {preset}: density {' to '.join(f'{d:g}' for d in densities[:1] + densities[1:][-1:])}, tail {recipe['tail'] or 'none'}, "
+        f"grouping {recipe['grouping']}, granularity {recipe['granularity']}, residual {residual}, backend {report['backend']}",
         f"  attention calls: {counts['reuse']} reuse, {counts['anchor']} anchor, {counts['dense']} dense of {total}"
-        f" (anchors at steps {', '.join(map(str, report['anchors'])) or 'none'})",
+        + (f" (anchors at steps {', '.join(map(str, report['anchors'])) or 'none'})" if total else ""),
     ]
     if report["reasons"]:
         reasons = sorted(report["reasons"].items(), key=lambda r: -r[1])
         lines.append("  dense because: " + ", ".join(f"{reason} {n}" for reason, n in reasons))
     if report["retained_mass"] is not None:
-        lines.append(f"  retained mass {report['retained_mass']:.3f}, density {report['realised_density']:.3f} of keys realised")
+        lines.append(
+            f"  retained attention mass {report['retained_mass']:.3f}; realised density {report['realised_density']:.3f} "
+            "(budgets are rounded up to 128 keys)"
+        )
     if report["attention_seconds"]:
-        lines.append("  attention time: " + ", ".join(f"{k} {s:.2f} s" for k, s in report["attention_seconds"].items()))
+        spent = report["attention_seconds"]
+        lines.append("  attention time: " + ", ".join(f"{k} {s:.2f} s" for k, s in spent.items()) + _saved(counts, spent))
     lines.append(f"  cache at its largest: {report['cache_bytes'] / 2**20:.1f} MiB")
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)
+
+
+def _saved(counts: dict, spent: dict) -> str:
+    """What the same calls would have taken dense, judged by those that were; empty without any."""
+    if not counts["dense"] or not spent.get("dense"):
+        return ""
+    dense, taken = sum(counts.values()) * spent["dense"] / counts["dense"], sum(spent.values())
+    return f"; all dense about {dense:.2f} s, so about {abs(dense - taken):.2f} s {'saved' if dense > taken else 'lost'}"

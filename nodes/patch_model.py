@@ -75,8 +75,8 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     io.Float.Input, "density", default=0.0, min=0.0, max=1.0, step=0.01, round=0.001, display_mode=io.NumberDisplay.slider,
-                    tooltip="Share of all keys that each query attends to. 0.00: the preset's own. 0.10 to 0.25 is usual; lower is faster "
-                    "and changes the picture more; 1.00 is dense. Memory hardly depends on it.",
+                    tooltip="Share of all keys that each query attends to, 0.05 to 1.00; 0.00 is the preset's own. 0.10 to 0.25 is usual; "
+                    "lower is faster and changes the picture more; 1.00 is dense. Memory hardly depends on it.",
                 ),
                 declare(
                     io.Combo.Input, "tail", options=[AUTO, *TAIL_NAMES], default=AUTO,
@@ -85,8 +85,8 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     io.Combo.Input, "grouping", options=[AUTO, *GROUPINGS], default=AUTO,
-                    tooltip="How queries are grouped to share a selection. pddp: by content, more exact at low density, slower at anchors. "
-                    "cells: by position, fast.",
+                    tooltip="How queries are grouped to share a selection. pddp: by content, slower at anchors. cells: by position, fast, "
+                    "and measured as exact.",
                 ),
                 declare(
                     io.Combo.Input, "granularity", options=[AUTO, "token", "cell32"], default=AUTO,
@@ -94,7 +94,7 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     Schedule.Input, "schedule", optional=True,
-                    tooltip="Steps and layers that stay dense, from MC-Sparse Schedule. Without it the preset's own schedule is used.",
+                    tooltip="Changes of the preset's schedule (dense steps, anchors, layers, density curve), from MC-Sparse Schedule.",
                 ),
                 declare(
                     io.Combo.Input, "residual", options=list(RESIDUAL_NAMES), default=AUTO,
@@ -134,5 +134,5 @@ class MCSparsePatchModel(io.ComfyNode):
         check_model(model)
         plan = plan_of(preset, density, tail, grouping, granularity, residual, min_tokens, backend, verbose, schedule)
         if schedule is not None:
-            check_layers(schedule.dense_layers, host.block_count(model))
+            check_layers(schedule.dense_layers or (), host.block_count(model))
         return io.NodeOutput(host.attach(model, plan))

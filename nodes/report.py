@@ -35,7 +35,7 @@ class MCSparseStats(io.ComfyNode):
             "MC-Sparse Stats",
             description="Shows what MC-Sparse did in the sampling runs of this model since the prompt began: attention calls by kind, why "
             "calls stayed dense, time and memory. Connect the sampler's output to 'any value', so that it runs after it.",
-            search_aliases=["sparse attention report", "sparse attention statistics"],
+            search_aliases=["mc sparse report", "mc sparse statistics"],
             is_output_node=True,
             inputs=[
                 declare(io.Model.Input, "model", tooltip="The patched model that the sampler used."),
@@ -62,4 +62,5 @@ class MCSparseStats(io.ComfyNode):
         text = "\n".join([heading, *map(text_of, runs)])
         picture = stacked([chart(r) for r in runs]) if runs else blank(heading)
         image = torch.from_numpy(picture).float().div(255).unsqueeze(0)
-        return io.NodeOutput(value, text, json.dumps(runs, indent=1), image, ui=ui.PreviewText(text))
+        shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(text).as_dict()
+        return io.NodeOutput(value, text, json.dumps(runs, indent=1), image, ui=shown)

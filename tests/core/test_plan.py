@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from mc_sparse.mcsparse_core.plan import PRESETS, Recipe, SparsePlan, full_step_count
-from mc_sparse.mcsparse_core.schedule import Schedule
+from mc_sparse.mcsparse_core.schedule import Schedule, ScheduleChange
 
 
 def test_a_plan_without_changes_is_its_preset():
@@ -16,6 +18,12 @@ def test_changes_win_over_the_preset():
     assert plan.recipe(30) == Recipe(0.3, 32, "cells", "cell32", "off", schedule)
     assert SparsePlan("paper", tail=64).recipe(30).tail == 64
     assert SparsePlan("auto", tail=0).recipe(30).tail == 0
+
+
+def test_a_schedule_change_is_laid_over_the_preset():
+    plan = SparsePlan("quality", schedule=ScheduleChange(dense_layers=(0,)))
+    assert plan.recipe(30).schedule == replace(PRESETS["quality"].schedule, dense_layers=(0,))
+    assert SparsePlan("quality", schedule=ScheduleChange()).recipe(30) == PRESETS["quality"]
 
 
 def test_auto_turns_to_few_step_by_the_whole_schedules_length():

@@ -1,9 +1,12 @@
 """Schedules with numbers one can check by hand."""
+from dataclasses import replace
+
 import pytest
 
 from mc_sparse.mcsparse_core.schedule import (
     Action,
     Schedule,
+    ScheduleChange,
     Span,
     decide,
     flow_progress,
@@ -128,15 +131,17 @@ def test_no_schedule_for_odd_noise_levels(sigmas):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (("20%", "first", "0", "", ""), Schedule()),
-        ((" 0.2 ", " First only ", "", " ", ""), Schedule()),
-        (("6", "every 5", "1", "0, 1, -1", "0:0.40 0.5:0.25 1:0.15"),
-         Schedule(Span(steps=6), every=5, dense_end=Span(steps=1), dense_layers=(0, 1, -1),
-                  density_curve=((0, 0.4), (0.5, 0.25), (1, 0.15)))),
+        (("auto", "", " Auto ", "", "auto"), ScheduleChange()),
+        (("20%", "first", "0", "none", "none"),
+         ScheduleChange(Span(fraction=0.2), (), dense_end=Span(steps=0), dense_layers=(), density_curve=())),
+        ((" 0.2 ", " First only ", "none", " ", ""), ScheduleChange(Span(fraction=0.2), (), dense_end=Span(steps=0))),
+        (("6 steps", "every 5", "1 step", "0, 1, -1", "0:0.40 0.5:0.25 1:0.15"),
+         ScheduleChange(Span(steps=6), every=5, dense_end=Span(steps=1), dense_layers=(0, 1, -1),
+                        density_curve=((0, 0.4), (0.5, 0.25), (1, 0.15)))),
         (("0", "9, 25", "5%", "38-40,\u22121", ""),
-         Schedule(Span(steps=0), anchor_steps=(9, 25), dense_end=Span(fraction=0.05), dense_layers=(38, 39, 40, -1))),
-        (("0", "9,25", "0", " 7 , 7", "0:0.4, 1:0.2"),
-         Schedule(Span(steps=0), anchor_steps=(9, 25), dense_layers=(7,), density_curve=((0, 0.4), (1, 0.2)))),
+         ScheduleChange(Span(steps=0), anchor_steps=(9, 25), dense_end=Span(fraction=0.05), dense_layers=(38, 39, 40, -1))),
+        (("", "35%, 60.5%", "", " 7 , 7", "0:0.4, 1:0.2"),
+         ScheduleChange(refresh=(0.35, 0.605), dense_layers=(7,), density_curve=((0, 0.4), (1, 0.2)))),
     ],
 )  # fmt: skip
 def test_schedule_text(fields, expected):
@@ -146,9 +151,9 @@ def test_schedule_text(fields, expected):
 @pytest.mark.parametrize(
     ("field", "text"),
     [(0, t) for t in ("a", "-1", "100%", "1.5", "20 percent", "nan", "20%%")]
-    + [(1, t) for t in ("every", "every 1", "every x", "9, 9", "25, 9", "-3", "1,,2", "1.5", "second")]
+    + [(1, t) for t in ("every", "every 1", "every x", "9, 9", "25, 9", "-3", "1,,2", "1.5", "second", "60%, 35%", "120%", "35%, 0.6", "%")]
     + [(2, "x"), (2, "-2"), (2, "inf")]
-    + [(3, t) for t in ("5-3", "1,,2", "a", "1;2", "1.0", "--1", ",")]
+    + [(3, t) for t in ("5-3", "1,,2", "a", "1;2", "1.0", "--1", ",", "0-99999999")]
     + [(4, t) for t in ("0.4", "0:0.4 0:0.2", "0:2", "0:0.01", "2:0.2", "a:b", "1:0.2 0:0.4", "0:nan")],
 )
 def test_malformed_schedule_text_names_the_field(field, text):
@@ -159,9 +164,17 @@ def test_malformed_schedule_text_names_the_field(field, text):
         parse_schedule(*fields)
 
 
+def test_a_change_leaves_the_rest_of_the_preset_alone():
+    base = Schedule(refresh=(0.35, 0.6), dense_end=Span(steps=1), dense_layers=(0,))
+    assert ScheduleChange().over(base) == base
+    assert parse_schedule("auto", "auto", "auto", "-1", "auto").over(base) == replace(base, dense_layers=(-1,))
+    assert parse_schedule("3", "every 4", "", "", "").over(base) == replace(base, dense_start=Span(steps=3), refresh=(), every=4)
+    assert parse_schedule("", "first", "none", "none", "").over(base) == Schedule()
+
+
 def test_an_anchor_inside_the_dense_start_is_an_error_when_it_can_be_known():
     with pytest.raises(ValueError, match="anchor at step 3 lies inside the dense start of 6 steps"):
         parse_schedule("6", "3, 9", "0", "", "")
     assert parse_schedule("6", "5, 9", "0", "", "").anchor_steps == (5, 9)
     with pytest.raises(ValueError, match="anchor at step 3 lies inside the dense start of 10 steps"):
-        lay_out(parse_schedule("20%", "3, 9", "0", "", ""), 0.2, even(50))
+        lay_out(parse_schedule("20%", "3, 9", "0", "", "").over(Schedule()), 0.2, even(50))
