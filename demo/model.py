@@ -57,7 +57,7 @@ def load(folder=FOLDER):
     from diffusers import WanTransformer3DModel
 
     file = str(Path(folder) / "model.safetensors")
-    return WanTransformer3DModel.from_single_file(file, config=str(folder), torch_dtype=torch.float32).eval()
+    return WanTransformer3DModel.from_single_file(file, config=str(folder)).eval()  # float32 unless told otherwise
 
 
 def save(weights, folder=FOLDER):
