@@ -49,11 +49,9 @@ The usual graph, and **MC-Sparse Patch Model** last before the sampler. 832 x 48
 
 ## Files
 
-| folder in models | file |
-|---|---|
-| diffusion_models | `wan2.1_t2v_1.3B_fp16.safetensors` (or a 14B one) |
-| text_encoders | `umt5_xxl_fp8_e4m3fn_scaled.safetensors` |
-| vae | `wan_2.1_vae.safetensors` |
+- models/diffusion_models: `wan2.1_t2v_1.3B_fp16.safetensors` (or a 14B one)
+- models/text_encoders: `umt5_xxl_fp8_e4m3fn_scaled.safetensors`
+- models/vae: `wan_2.1_vae.safetensors`
 
 They are those of ComfyUI's own Wan 2.1 templates: the repackaged files by Comfy-Org.
 
@@ -102,11 +100,11 @@ def note(text: str, width: int, height: int) -> Column:
 def sparse_part(model: str) -> Column:
     return Column(
         "MC-Sparse",
-        340,
+        310,
         {
             "shift": Node("ModelSamplingSD3", {"shift": 3.0 if model == "demo" else 8.0}, {"model": ("model", 0)}),
             "patch": Node("MCSparsePatchModel", {}, {"model": ("shift", 0)}),
-            "schedule": Node("MCSparseSchedule", {"anchors": "every 6"}, title="Schedule (optional, connect it)"),
+            "schedule": Node("MCSparseSchedule", {"anchors": "every 6"}, title="Schedule (optional)"),
         },
     )
 
@@ -122,7 +120,7 @@ def sampler(steps: int, cfg: float, name: str, latent: tuple) -> Node:
 def report_part() -> Column:
     return Column(
         "What MC-Sparse did",
-        480,
+        430,
         {
             "chart": Node("PreviewImage", {}, {"images": ("stats", 3)}, "Chart", height=250),
             "text": Node("PreviewAny", {}, {"source": ("stats", 1)}, "Report", height=270),
@@ -149,7 +147,7 @@ WORKFLOWS = {
         sparse_part("demo"),
         Column(
             "Sample",
-            340,
+            310,
             {
                 "sampler": sampler(24, 1.0, "euler", ("latent", 0)),
                 "stats": STATS,
@@ -158,7 +156,7 @@ WORKFLOWS = {
         ),
         Column(
             "Clip",
-            480,
+            430,
             {
                 "save": Node(
                     "SaveAnimatedWEBP",
@@ -173,7 +171,7 @@ WORKFLOWS = {
     "wan2.1-t2v-mc-sparse": [
         Column(
             "Model",
-            380,
+            370,
             {
                 "model": Node("UNETLoader", {"unet_name": "wan2.1_t2v_1.3B_fp16.safetensors", "weight_dtype": "default"}),
                 "clip": Node("CLIPLoader", {"clip_name": "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "type": "wan", "device": "default"}),
@@ -183,7 +181,7 @@ WORKFLOWS = {
         ),
         Column(
             "Prompt",
-            400,
+            340,
             {
                 "positive": Node(
                     "CLIPTextEncode",
@@ -195,11 +193,11 @@ WORKFLOWS = {
                 "negative": Node("CLIPTextEncode", {"text": NEGATIVE}, {"clip": ("clip", 0)}, "Negative prompt", height=200),
             },
         ),
-        note(WAN_NOTE, 400, 480),
+        note(WAN_NOTE, 340, 520),
         sparse_part("wan"),
         Column(
             "Sample",
-            340,
+            310,
             {
                 "sampler": sampler(30, 6.0, "uni_pc", ("latent", 0)),
                 "stats": STATS,
@@ -208,7 +206,7 @@ WORKFLOWS = {
         ),
         Column(
             "Video",
-            480,
+            430,
             {
                 "save": Node(
                     "SaveWEBM",
@@ -230,11 +228,11 @@ PICTURED = {  # groups
 # Adds the columns to an empty graph, left to right. Raises on an unknown node, widget or input.
 BUILD = """
 async columns => {
-  const graph = window.app.graph, made = {}, gap = 24, between = 70, title = 30
+  const graph = window.app.graph, made = {}, between = 60, title = 30
   graph.clear()
-  let x = 0, y = 0, right = 0
+  let x = 0, y = 0, right = 0, gap = 0
   for (const column of columns) {
-    if (column.below) y += 100
+    if (column.below) y += 80
     else [x, y] = [right, 0]
     const top = y
     for (const [name, spec] of Object.entries(column.nodes)) {
@@ -250,13 +248,13 @@ async columns => {
       const least = node.computeSize()
       node.setSize([column.width, Math.max(least[1], spec.height ?? 0)])
       node.pos = [x, y]
-      y += node.size[1] + title + gap
+      y += node.size[1] + title + (gap = 40 + 6 * (node.widgets?.length ?? 0)) // in Nodes 2.0 nodes are taller
       made[name] = node
     }
     if (column.title) {
       const group = new LiteGraph.LGraphGroup(column.title)
       group.pos = [x - 15, top - 85]
-      group.size = [column.width + 30, y - gap - title - top + 100]
+      group.size = [column.width + 30, y - gap / 2 - title - top + 100]
       graph.add(group)
     }
     right = x + column.width + between

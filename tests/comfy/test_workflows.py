@@ -196,7 +196,7 @@ def test_demo_runs(server, nodes):
         (image,) = outputs[by_type[shown]]["images"]
         folder = server.base / image["type"] / image["subfolder"]
         assert (folder / image["filename"]).stat().st_size > 1000
-    assert "48 reuse, 6 anchor, 6 dense of 60" in outputs[by_type["PreviewAny"]]["text"][0]
+    assert "42 reuse, 12 anchor, 6 dense of 60" in outputs[by_type["PreviewAny"]]["text"][0]
 
 
 @pytest.mark.parametrize("node", OUR_NODES)
