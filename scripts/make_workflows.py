@@ -32,7 +32,7 @@ Needs no download: a small video model comes with the pack. Press **Run**. A cli
 |---|---|
 | **density** | Share of the tokens that each query sees. Lower is faster and less exact. 0.00 takes the preset's own. |
 | **preset** | `auto` for most work, `quality` for finals, `speed` for drafts. |
-| **schedule** | Which steps stay dense. Connect **MC-Sparse Schedule** to choose them; unconnected, the preset's own is used. |
+| **schedule** | Which steps stay dense. Connect **MC-Sparse Schedule** to change some of it; `auto` is the preset's own. |
 
 ## Then look
 
@@ -61,7 +61,7 @@ They are those of ComfyUI's own Wan 2.1 templates: the repackaged files by Comfy
 |---|---|
 | **density** | Share of the tokens that each query sees. Lower is faster, less exact. 0.00: the preset's own. 0.15 to 0.25 is careful. |
 | **preset** | `auto` for most work, `quality` for finals, `speed` for drafts, `few-step` for distilled models. |
-| **schedule** | Which steps stay dense. Connect **MC-Sparse Schedule** to choose them. |
+| **schedule** | Which steps stay dense. Connect **MC-Sparse Schedule** to change some of it. |
 
 If **MC-Sparse Stats** says that all calls were dense, it also says why.
 """
@@ -104,7 +104,7 @@ def sparse_part(model: str) -> Column:
         {
             "shift": Node("ModelSamplingSD3", {"shift": 3.0 if model == "demo" else 8.0}, {"model": ("model", 0)}),
             "patch": Node("MCSparsePatchModel", {}, {"model": ("shift", 0)}),
-            "schedule": Node("MCSparseSchedule", {"anchors": "every 6"}, title="Schedule (optional)"),
+            "schedule": Node("MCSparseSchedule", title="Schedule (optional)"),
         },
     )
 
@@ -122,14 +122,12 @@ def report_part() -> Column:
         "What MC-Sparse did",
         430,
         {
-            "chart": Node("PreviewImage", {}, {"images": ("stats", 3)}, "Chart", height=250),
+            "stats": Node("MCSparseStats", {}, {"model": ("patch", 0), "value": ("sampler", 0)}, height=300),
             "text": Node("PreviewAny", {}, {"source": ("stats", 1)}, "Report", height=270),
         },
         below=True,
     )
 
-
-STATS = Node("MCSparseStats", {}, {"model": ("patch", 0), "value": ("sampler", 0)})
 
 WORKFLOWS = {
     "mc-sparse-demo": [
@@ -150,7 +148,6 @@ WORKFLOWS = {
             310,
             {
                 "sampler": sampler(24, 1.0, "euler", ("latent", 0)),
-                "stats": STATS,
                 "decode": Node("MCSparseDemoDecode", {}, {"samples": ("sampler", 0)}),
             },
         ),
@@ -200,7 +197,6 @@ WORKFLOWS = {
             310,
             {
                 "sampler": sampler(30, 6.0, "uni_pc", ("latent", 0)),
-                "stats": STATS,
                 "decode": Node("VAEDecode", {}, {"samples": ("sampler", 0), "vae": ("vae", 0)}),
             },
         ),
@@ -282,7 +278,7 @@ FIT = """
   return [margin, margin, margin + width * scale, margin + height * scale]
 }
 """
-CHART = "() => window.app.graph.nodes.find(n => n.title === 'Chart').imgs?.[0].src"
+CHART = "() => window.app.graph.nodes.find(n => n.type === 'MCSparseStats').imgs?.[0].src"
 HOME = "() => { const ds = window.app.canvas.ds; ds.scale = 0.7; ds.offset = [120, 220] }"
 SAVE = "() => JSON.stringify(window.app.graph.serialize())"
 READY = "() => Boolean(window.app?.extensionManager && window.app.graph && window.LiteGraph?.registered_node_types?.MCSparsePatchModel)"
