@@ -71,8 +71,12 @@ def _version(name: str) -> str:
 def comfyui_folders() -> list[Path]:
     """ComfyUI checkouts: those in COMFYUI_PATH (separated like PATH), else ~/ComfyUI*, else the one this pack lies in."""
     named = os.environ.get("COMFYUI_PATH")
-    if named:
-        found = [Path(p).expanduser() for p in named.split(os.pathsep) if p]
-    else:
-        found = sorted(Path.home().glob("ComfyUI*")) or list(Path(__file__).resolve().parents)
-    return [p for p in found if (p / "comfy" / "sd.py").is_file() and (p / "main.py").is_file()]
+    try:
+        if named:
+            found = [Path(p).expanduser() for p in named.split(os.pathsep) if p]
+        else:
+            found = sorted(Path.home().glob("ComfyUI*")) or list(Path(__file__).resolve().parents)
+        return [p for p in found if (p / "comfy" / "sd.py").is_file() and (p / "main.py").is_file()]
+    except (OSError, RuntimeError) as e:  # no such user, no home, a name that is too long
+        print(f"COMFYUI_PATH: {e}")
+        return []

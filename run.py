@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -44,7 +45,8 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if command == "test":
         return test(arguments)
-    return subprocess.call([BIN / "mc-sparse", command, *arguments])
+    run_cli = "import sys; from mc_sparse.cli import main; sys.exit(main())"
+    return subprocess.call([BIN / "python", "-I", "-c", run_cli, command, *arguments])
 
 
 def doctor() -> int:
@@ -59,22 +61,34 @@ def doctor() -> int:
 def set_up(extra: str, has_torch: bool):
     """Makes .venv and installs the package with an extra, unless that was done for this pyproject.toml."""
     stamp = ENV / f".mc-sparse-{extra or 'base'}"
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted and any((BIN / p).exists() for p in ("python", "python.exe")):
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest() + f" {ROOT}"
+    works = _runs("import pip")
+    if works and stamp.exists() and stamp.read_text() == wanted:
         return
-    if not ENV.exists():
+    if not works:
+        if ENV.is_symlink() or ENV.is_file():
+            ENV.unlink()
+        shutil.rmtree(ENV, ignore_errors=True)  # cut off while it was made, moved, or of a Python that is gone
         print(f"Making {ENV}" + (" over this Python's PyTorch" if has_torch else ""), flush=True)
         venv.create(ENV, with_pip=True, system_site_packages=has_torch, symlinks=os.name != "nt")
         if has_torch and sys.prefix != sys.base_prefix:  # a venv of a venv sees the base Python only
             folder = subprocess.check_output([BIN / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
             Path(folder.strip(), "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.call([BIN / "python", "-c", "import torch"], stderr=subprocess.DEVNULL):
+    if not _runs("import torch"):
         print(f"Installing {TORCH} (the largest part)", flush=True)
         subprocess.run([*pip, TORCH], check=True)
     print("Installing MC-Sparse" + (f" for {extra}" if extra else ""), flush=True)
     subprocess.run([*pip, "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT)], check=True)
     stamp.write_text(wanted)
+
+
+def _runs(code: str) -> bool:
+    """True if .venv is there and its Python runs this."""
+    try:
+        return subprocess.call([BIN / "python", "-c", code], stderr=subprocess.DEVNULL) == 0
+    except OSError:
+        return False
 
 
 def test(arguments: list) -> int:

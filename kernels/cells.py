@@ -19,7 +19,7 @@ def cell_order(grid: tuple[int, int, int] | None, *, before: int = 0, after: int
     Grid tokens come first, by recursive bisection of their coordinates along the longest extent (frames weighted 2, the
     earlier axis wins a tie), cut at u * floor(m / 2) of m = ceil(n / u) runs, for u = 128, then 64, then 32; inside a cell of
     32 they are in raster order. The other tokens follow in sequence order. grid None: all tokens in sequence order.
-    The result is cached and shared: do not write into it.
+    Orders are cached as numbers; the tensors are the caller's own.
     """
     if grid is not None and (len(grid) != 3 or min(grid) < 1):
         raise ValueError(f"cell_order: grid is {grid}; needed are three positive extents (frames, height, width), or None")
@@ -27,7 +27,7 @@ def cell_order(grid: tuple[int, int, int] | None, *, before: int = 0, after: int
         raise ValueError(f"cell_order: before is {before} and after {after}; token counts cannot be negative")
     if grid is None and before + after == 0:
         raise ValueError("cell_order: there are no tokens; give a grid, or the token count as `before` or `after`")
-    return _cell_order(None if grid is None else tuple(int(n) for n in grid), int(before), int(after))
+    return _from_order(torch.tensor(_cell_order(None if grid is None else tuple(int(n) for n in grid), int(before), int(after))))
 
 
 def keep_only(cells: CellOrder, keep: Tensor) -> CellOrder:
@@ -40,11 +40,11 @@ def keep_only(cells: CellOrder, keep: Tensor) -> CellOrder:
 
 
 @lru_cache(maxsize=16)
-def _cell_order(grid: tuple[int, int, int] | None, before: int, after: int) -> CellOrder:
+def _cell_order(grid: tuple[int, int, int] | None, before: int, after: int) -> np.ndarray:
     inside = np.empty(0, dtype=np.int64) if grid is None else _bisect(grid) + before
     middle = inside.size
     outside = np.concatenate([np.arange(before), np.arange(before + middle, before + middle + after)])
-    return _from_order(torch.from_numpy(np.concatenate([inside, outside])))
+    return np.concatenate([inside, outside])
 
 
 def _from_order(order: Tensor) -> CellOrder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .shapes import GROUP_SIZE, CellOrder, KeySelection, QueryGroups, ceil_div
+from .shapes import GRANULARITIES, GROUP_SIZE, CellOrder, KeySelection, QueryGroups, ceil_div
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,5 +59,11 @@ def check_selection(op: str, selection: KeySelection, q: Tensor, k: Tensor) -> N
             "Select again when the geometry changes"
         )
     check_cells(op, selection.cells, k.shape[2])
+    words = ceil_div(ceil_div(k.shape[2], GRANULARITIES[selection.granularity]), 32)
+    if tuple(selection.bits.shape) != (*selection.counts.shape, words):
+        raise ValueError(
+            f"{op}: the selection's bits are {tuple(selection.bits.shape)}; {selection.granularity} selections of {k.shape[2]} keys have "
+            f"{(*selection.counts.shape, words)}"
+        )
     if selection.bits.device != q.device:
         raise ValueError(f"{op}: the selection is on {selection.bits.device}, q on {q.device}; move the selection")

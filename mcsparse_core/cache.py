@@ -12,7 +12,7 @@ WINDOW_IDLE_EVALUATIONS = 3  # a context window that was not seen for so many ev
 
 @dataclass(frozen=True, eq=False)
 class AnchorState:
-    """One (site, branch) between anchors: taken at `step`, for q of shape (rows, H, S, D) and its dtype."""
+    """One (site, branch) between anchors: taken at `step`, for calls of one shape (rows, H, S, D, dtype, device, token layout)."""
 
     step: int
     shape: tuple

@@ -22,12 +22,14 @@ class SiteKey(NamedTuple):
 
 
 class BranchKey(NamedTuple):
-    """One conditioning stream. pass_ordinal: how often this evaluation ran it before (extra guidance passes repeat uuid and sigma)."""
+    """One conditioning stream. pass_ordinal: how often this evaluation ran it before (extra guidance passes repeat uuid and sigma).
+    shape: of the latent it denoises."""
 
     uuid: Hashable
     cond: int
     window: tuple[int, ...] | None
     pass_ordinal: int
+    shape: tuple[int, ...]
     tokens: int
 
 

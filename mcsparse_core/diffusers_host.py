@@ -37,6 +37,7 @@ def sparsify(transformer, plan: SparsePlan, sigmas: Sequence[float], progress: S
         layout = TokenLayout(tuple(n // p for n, p in zip(latents.shape[2:], patch, strict=True)))
         run.begin_forward([("diffusers", 0)], latents.shape[0], shape=tuple(latents.shape))
 
+    @torch.compiler.disable  # decisions change from step to step; a traced one would stay as it was
     def attention(block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         def dense(rows: slice) -> Tensor:
             return F.scaled_dot_product_attention(q[rows], k[rows], v[rows], None if mask is None else mask[rows])

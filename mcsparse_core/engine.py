@@ -79,7 +79,7 @@ def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
 
 
 def _shape(call: AttentionCall, rows: slice) -> tuple:
-    return (*call.q[rows].shape, call.q.dtype, call.q.device)
+    return (*call.q[rows].shape, call.q.dtype, call.q.device, call.layout)
 
 
 def _branch(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, decision: Decision) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from ..kernels.registry import backend_names
 from ..kernels.residual.reference import rank_of
 from ..kernels.shapes import GRANULARITIES
-from .schedule import Schedule, ScheduleChange, Span, check_density
+from .schedule import Schedule, ScheduleChange, Span, check_density, check_number
 
 TAILS = (0, 128, 64, 32)  # keys per pooled cell; 0 = none
 GROUPINGS = ("pddp", "cells")
@@ -75,10 +75,11 @@ class SparsePlan:
         ):
             if value is not None:
                 _one_of(name, value, allowed)
-        if self.residual is not None and rank_of(self.residual) is None:
+        if self.residual is not None and (not isinstance(self.residual, str) or rank_of(self.residual) is None):
             _one_of("residual", self.residual, (*RESIDUALS, "rank-<r>"))
         if self.schedule is not None and not isinstance(self.schedule, Schedule | ScheduleChange):
             raise ValueError(f"schedule is a {type(self.schedule).__name__}; connect the output of MC-Sparse Schedule, or nothing")
+        check_number("min_tokens", self.min_tokens, int)
         if self.min_tokens < MIN_TOKENS_FLOOR:
             raise ValueError(f"min_tokens is {self.min_tokens}; the least is {MIN_TOKENS_FLOOR} (shorter calls include cross-attention)")
         _one_of("backend", self.backend, backend_names())
@@ -103,7 +104,7 @@ class SparsePlan:
 
 
 def _one_of(name: str, value, allowed):
-    if value not in allowed:
+    if not any(value == a and type(value) is type(a) for a in allowed):
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 

@@ -38,10 +38,13 @@ class SparseRun:
         decline: str | None = None,
     ):
         self.plan = plan
-        self.sigmas = tuple(sigmas)
+        self.sigmas = tuple(float(s) for s in sigmas)
         self.decline = decline or why_no_schedule(self.sigmas)
-        steps = () if self.decline else tuple(progress[:-1])
-        full_steps = full_step_count(steps, progress[-1]) if steps else 1
+        levels = tuple(float(p) for p in progress)
+        if not self.decline and len(levels) != len(self.sigmas):
+            raise ValueError(f"progress has {len(levels)} values and sigmas {len(self.sigmas)}; give the progress of each sigma")
+        steps = () if self.decline else levels[:-1]
+        full_steps = full_step_count(steps, levels[-1]) if steps else 1
         self.recipe, self.recipe_name = plan.recipe(full_steps), plan.recipe_name(full_steps)
         self.timeline = lay_out(self.recipe.schedule, self.recipe.density, steps)
         self.cache = MetaCache(budget_bytes)
@@ -70,7 +73,7 @@ class SparseRun:
     def begin_forward(self, conds: Sequence[tuple[Hashable, int]], rows: int, window: tuple[int, ...] | None = None, shape: tuple = ()):
         """A forward pass of `rows` batch rows begins: conds lists (uuid, cond index) of each branch in it, in row order, equal shares.
 
-        shape: the latent's, so that conditionings of different areas are told apart.
+        shape: the latent's, so that areas and tiles of different shapes are told apart.
         """
         self._ordinals.clear()
         if not conds or rows % len(conds):
@@ -79,7 +82,7 @@ class SparseRun:
         share, keys = rows // len(conds), []
         for uuid, cond in conds:
             key = (uuid, cond, window, shape)
-            keys.append((uuid, cond, window, self._passes[key]))
+            keys.append((uuid, cond, window, self._passes[key], shape))
             self._passes[key] += 1
         self._rows = tuple((key, slice(i * share, (i + 1) * share)) for i, key in enumerate(keys))
 

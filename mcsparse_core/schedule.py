@@ -5,6 +5,7 @@ sigmas into it. A run that is a part of a longer schedule starts at the progress
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -24,6 +25,13 @@ class Decision:
     reason: str = ""  # in words, when DENSE
 
 
+def check_number(name: str, value, kind: type):
+    """Raises ValueError unless value is a plain int, or for kind float an int or float; True and False are neither."""
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        wanted = "a number" if kind is float else "a whole number"
+        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}; it must be {wanted}")
+
+
 @dataclass(frozen=True)
 class Span:
     """A stretch at one end of a run: so many `steps`, or a `fraction` (0 to below 1) of the full noise range."""
@@ -34,6 +42,7 @@ class Span:
     def __post_init__(self):
         if (self.steps is None) == (self.fraction is None):
             raise ValueError("a span is either steps or a fraction")
+        check_number("a span", self.steps if self.fraction is None else self.fraction, int if self.fraction is None else float)
         if self.steps is not None and self.steps < 0:
             raise ValueError(f"{self.steps} steps: a span cannot be negative")
         if self.fraction is not None and not 0 <= self.fraction < 1:
@@ -62,6 +71,15 @@ class Schedule:
     density_curve: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self):
+        if not (isinstance(self.dense_start, Span) and isinstance(self.dense_end, Span)):
+            raise ValueError("the dense start and end are spans: Span(steps=6) or Span(fraction=0.2)")
+        every = () if self.every is None else (self.every,)
+        numbers = {"anchor_steps": self.anchor_steps, "dense_layers": self.dense_layers, "refresh": self.refresh, "every": every}
+        for name, values in numbers.items():
+            if not isinstance(values, tuple):
+                raise ValueError(f"{name} is {values!r}; give a tuple of numbers")
+            for value in values:
+                check_number(name, value, float if name == "refresh" else int)
         if sum(map(bool, (self.refresh, self.every, self.anchor_steps))) > 1:
             raise ValueError("anchors are given by steps, by an interval or by refresh points, not by several of them")
         if self.every is not None and self.every < 2:
@@ -113,7 +131,8 @@ class ScheduleChange:
 
 
 def check_density(density: float):
-    """Raises ValueError unless 0.05 <= density <= 1."""
+    """Raises ValueError unless density is a number from 0.05 to 1."""
+    check_number("density", density, float)
     if not 0.05 <= density <= 1:
         raise ValueError(
             f"density {density:g} is outside 0.05 to 1.00. It is the share of keys each query attends to: "
@@ -217,6 +236,8 @@ def why_no_schedule(sigmas: Sequence[float]) -> str | None:
     """A reason if these noise levels give no steps to schedule, else None."""
     if len(sigmas) < 2:
         return "the sampler gave no noise levels"
+    if not all(math.isfinite(s) for s in sigmas):
+        return "a noise level is not a number"
     if any(b >= a for a, b in zip(sigmas, sigmas[1:], strict=False)):
         return "the noise levels do not descend"
     return None

@@ -8,7 +8,6 @@ import re
 
 from .schedule import ScheduleChange, Span
 
-MOST_BLOCKS = 9999  # no model has more; a longer range is a slip of the hand
 _DASHES = re.compile("[\u2010-\u2015\u2212\uff0d]")  # hyphens, dashes and minus signs that editors put in
 
 
@@ -38,7 +37,7 @@ def parse_span(text: str, field: str) -> Span | None:
     if _is_auto(t):
         return None
     try:
-        if match := re.fullmatch(r"(\d+)(\s*steps?)?|none", t):
+        if match := re.fullmatch(r"(\d{1,9})(\s*steps?)?|none", t):
             return Span(steps=int(match[1] or 0))
         return Span(fraction=_share(t))
     except ValueError as e:
@@ -54,7 +53,7 @@ def parse_anchors(text: str) -> dict:
         return {"refresh": ()}
     allowed = "Write 'first', 'every N' with N of 2 or more, ascending 0-based steps like '9, 25', ascending places like '35%, 60%'"
     try:
-        if match := re.fullmatch(r"every\s+(\d+)(\s+steps)?", t):
+        if match := re.fullmatch(r"every\s+(\d{1,9})(\s+steps)?", t):
             change = {"every": int(match[1])}
         elif "%" in t:
             change = {"refresh": tuple(_share(i) if i.endswith("%") else _refuse(i) for i in _items(t))}
@@ -76,8 +75,8 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         return None
     layers: list[int] = []
     for item in [] if _plain(text) == "none" else _items(text):
-        match = re.fullmatch(r"(-?\d+)|(\d+)\s*-\s*(\d+)", item)
-        if not match or (match[2] and int(match[2]) > int(match[3])) or max(map(int, re.findall(r"\d+", item))) > MOST_BLOCKS:
+        match = re.fullmatch(r"(-?\d{1,4})|(\d{1,4})\s*-\s*(\d{1,4})", item)  # no model has 10000 blocks
+        if not match or (match[2] and int(match[2]) > int(match[3])):
             raise _error("dense layers", text, "Write block numbers and ranges like '0, 1, 38-40, -1' (-1 is the last block), 'none'")
         layers += [int(match[1])] if match[1] else range(int(match[2]), int(match[3]) + 1)
     return tuple(dict.fromkeys(layers))

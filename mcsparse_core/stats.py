@@ -1,6 +1,7 @@
 """Counts, times and reasons of one run, and the report it leaves: numbers and words only, no tensors."""
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -60,7 +61,8 @@ class RunStats:
         self._spans.clear()
         retained = density = None
         if self._anchors:
-            retained, density = (torch.stack(column).mean().item() for column in zip(*self._anchors, strict=True))
+            means = (torch.stack(column).mean().item() for column in zip(*self._anchors, strict=True))
+            retained, density = (m if math.isfinite(m) else None for m in means)
         sites = sorted({site for _, site in self.timeline})
         return {
             "counts": {a.value: self.counts[a.value] for a in Action},

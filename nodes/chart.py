@@ -75,7 +75,7 @@ def _timeline(draw: ImageDraw.ImageDraw, report: dict, colours: dict, steps: int
     draw.rectangle((LEFT, top, WIDTH - MARGIN, bottom), fill=NOTHING)
     for step, site, action, reason in report["timeline"]:
         x, y, gap = LEFT + step * width, top + site * row, 1 if row > 8 else 0
-        draw.rectangle((x, y, x + width - 1, y + row - 1 - gap), fill=colours[action, reason if action == "dense" else ""])
+        draw.rectangle((x, y, x + max(0.0, width - 1), y + row - 1 - gap), fill=colours[action, reason if action == "dense" else ""])
     every = max(1, -(-20 // row))  # label no more rows than fit
     for i in range(0, len(sites), every):
         draw.text((LEFT - 10, top + i * row + row / 2), sites[i], INK, _font(14), anchor="rm")

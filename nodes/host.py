@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import ceil
 
 import comfy.model_management as model_management
@@ -54,7 +55,7 @@ def attach(model, plan: SparsePlan):
     reports = Reports()
     clone.set_attachments(KEY, reports)
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_run(plan, reports))
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, AroundRun(plan, reports))
     return clone
 
 
@@ -86,10 +87,16 @@ def prompt_id() -> str | None:
 # one sampling run
 
 
-def _around_run(plan: SparsePlan, reports: Reports) -> Callable:
-    def outer_sample(executor, *args, **kwargs):
+@dataclass(frozen=True)
+class AroundRun:
+    """The wrapper around a whole sampling run; holds settings and reports only, so that it can be pickled."""
+
+    plan: SparsePlan
+    reports: Reports
+
+    def __call__(self, executor, *args, **kwargs):
         guider, original = executor.class_obj, executor.class_obj.model_options
-        run = _new_run(plan, guider.model_patcher, args[3] if len(args) > 3 else kwargs["sigmas"])
+        run = _new_run(self.plan, guider.model_patcher, args[3] if len(args) > 3 else kwargs["sigmas"])
         session, status = None, "failed"
         try:
             guider.model_options, session = _installed(original, guider, run)
@@ -101,9 +108,7 @@ def _around_run(plan: SparsePlan, reports: Reports) -> Callable:
             raise
         finally:
             guider.model_options = original
-            _close(run, session, status, guider.model_patcher, reports)
-
-    return outer_sample
+            _close(run, session, status, guider.model_patcher, self.reports)
 
 
 def _new_run(plan: SparsePlan, patcher, sigmas) -> SparseRun:

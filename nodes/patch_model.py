@@ -50,10 +50,9 @@ def check_layers(layers: tuple[int, ...], blocks: int | None):
     """Raises ValueError if a layer lies outside a model of so many blocks (None = unknown)."""
     outside = [i for i in layers if blocks is not None and not -blocks <= i < blocks]
     if outside:
-        raise ValueError(
-            f"MC-Sparse schedule: dense layer {', '.join(map(str, outside))} does not exist: this model has {blocks} blocks. "
-            f"Use 0 to {blocks - 1}, or -1 to -{blocks} from the end."
-        )
+        some = ", ".join(map(str, outside[:8])) + (", ..." if len(outside) > 8 else "")
+        allowed = f"Use 0 to {blocks - 1}, or -1 to -{blocks} from the end." if blocks else "Leave dense layers empty."
+        raise ValueError(f"MC-Sparse schedule: dense layer {some} does not exist: this model has {blocks} blocks. {allowed}")
 
 
 class MCSparsePatchModel(io.ComfyNode):
@@ -76,7 +75,7 @@ class MCSparsePatchModel(io.ComfyNode):
                 declare(
                     io.Float.Input, "density", default=0.0, min=0.0, max=1.0, step=0.01, round=0.001, display_mode=io.NumberDisplay.slider,
                     tooltip="Share of all keys that each query attends to, 0.05 to 1.00; 0.00 is the preset's own. 0.10 to 0.25 is usual; "
-                    "lower is faster and changes the picture more; 1.00 is dense. Memory hardly depends on it.",
+                    "lower is faster and changes the picture more; 1.00 is dense.",
                 ),
                 declare(
                     io.Combo.Input, "tail", options=[AUTO, *TAIL_NAMES], default=AUTO,
@@ -99,7 +98,7 @@ class MCSparsePatchModel(io.ComfyNode):
                 declare(
                     io.Combo.Input, "residual", options=list(RESIDUAL_NAMES), default=AUTO,
                     tooltip="How the rest that sparse attention misses is kept between anchors. auto: the preset's own. bf16: exact, most "
-                    "memory (as much as one activation per block and conditioning). int4: a quarter. rank-8: a few percent. "
+                    "memory (as much as one activation per block and conditioning). int4: under a third. rank-8: a few percent. "
                     "off: no memory, visible change.",
                 ),
                 declare(

@@ -82,11 +82,11 @@ def _one_head(
     if ragged:  # columns from the smallest count on are padding for some group
         first_biased = int(counts.min())
         padding = torch.arange(first_biased, places.shape[1], device=places.device) >= counts[:, None]
-        bias = torch.zeros(padding.shape, device=places.device).masked_fill_(padding, float("-inf"))
+        bias = torch.zeros(padding.shape, dtype=torch.float32, device=places.device).masked_fill_(padding, float("-inf"))
     if unselected is not None:
         pooled = torch.arange(keys.shape[0] - unselected.shape[1], keys.shape[0], device=places.device)
         index = torch.cat([places, pooled.expand(total, -1)], 1)
-        logs = unselected.log()  # -inf for cells that are selected whole: they drop out
+        logs = unselected.float().log()  # -inf for cells that are selected whole: they drop out
         bias = logs if bias is None else torch.cat([bias, logs], 1)
 
     width = index.shape[1]

@@ -113,7 +113,9 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
     """
     dim = gram.shape[2]
     width = min(dim, rank + OVERSAMPLING)
-    basis = torch.randn(dim, width, generator=torch.Generator().manual_seed(0)).to(gram.device).expand(len(gram), -1, -1)
+    start = torch.randn(dim, width, generator=torch.Generator().manual_seed(0), dtype=gram.dtype, device="cpu")
+    basis = start.to(gram.device).expand(len(gram), -1, -1)
+    gram = gram.nan_to_num()  # a residual that is no number has no directions, but must not stop the run
     gram = gram / gram.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny)
     for _ in range(SUBSPACE_ITERATIONS):
         basis = torch.linalg.qr(gram @ basis).Q
@@ -180,7 +182,7 @@ def _encode_int2(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_int2(packed: Tensor, scales: Tensor) -> Tensor:
     codes = torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 2)
-    levels = torch.tensor([INT2_INNER, INT2_OUTER, -INT2_INNER, -INT2_OUTER], device=packed.device)
+    levels = torch.tensor([INT2_INNER, INT2_OUTER, -INT2_INNER, -INT2_OUTER], dtype=torch.float32, device=packed.device)
     return (levels[codes.int()].view(*scales.shape, SCALE_RUN) * scales.float()[..., None]).flatten(1)
 
 

@@ -1,5 +1,6 @@
 """The engine on real kernels and small tensors: what each action computes, and when each is taken."""
 import gc
+import json
 import weakref
 
 import pytest
@@ -294,3 +295,55 @@ def test_report_notes_name_a_run_that_gained_nothing():
     one = new_run(plan(schedule=Schedule(Span(steps=2))), steps=3)
     sample(one, lambda _: tensors())
     assert any("at most one step" in n for n in one.close()["notes"])
+
+
+def test_latents_of_equal_tokens_but_other_shape_have_their_own_anchors():
+    run, inputs = new_run(plan(residual="bf16")), (tensors(seed=1), tensors(seed=2))
+    grids = ((3, 19, 23), (3, 23, 19))
+    for sigma in run.sigmas[:-1]:
+        run.begin_evaluation(sigma)
+        for (q, k, v), grid in zip(inputs, grids, strict=True):
+            run.begin_forward((("u", 0),), 1, shape=grid)
+            out = attend(run, call_of(run, q, k, v, layout=TokenLayout(grid)))
+            assert out is None or relative(out, F.scaled_dot_product_attention(q, k, v)) < 1e-3
+    assert run.stats.counts == {"dense": 2, "anchor": 2, "reuse": 8}
+
+
+@pytest.mark.parametrize("residual", ["auto", "rank-8", "int4"])
+def test_no_number_in_the_inputs_goes_through_as_dense_attention_would(residual):
+    q, k, v = tensors()
+    v[0, 0, 5] = float("nan")
+    run = new_run(plan(residual=residual))
+    sample(run, lambda _: (q, k, v))
+    report = run.close()
+    assert report["counts"]["reuse"] == 4
+    json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_others_does_not_matter(dtype):
+    expected = sample(new_run(plan()), lambda _: tensors())
+    inputs = tensors()
+    torch.set_default_dtype(dtype)
+    try:
+        found = sample(new_run(plan()), lambda _: inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_sigmas_may_be_tensors_and_progress_must_match():
+    run = SparseRun(plan(), torch.linspace(1, 0, 7), torch.linspace(0, 1, 7))
+    sample(run, lambda _: tensors())
+    assert run.stats.counts["reuse"] == 4
+    with pytest.raises(ValueError, match="progress has 3 values and sigmas 7"):
+        SparseRun(plan(), torch.linspace(1, 0, 7), (0, 0.5, 1))
+    assert SparseRun(plan(), (float("nan"), 0.5, 0), (0, 0.5, 1)).decline == "a noise level is not a number"
+
+
+def test_recorded_gradients_are_a_reason_to_be_dense():
+    q, k, v = tensors()
+    q.requires_grad_()
+    assert "gradients are recorded" in why_dense(plan(), q, k, v, has_mask=False)
+    with torch.no_grad():
+        assert why_dense(plan(), q, k, v, has_mask=False) is None

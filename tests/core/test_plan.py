@@ -49,6 +49,13 @@ def test_auto_turns_to_few_step_by_the_whole_schedules_length():
         ({"schedule": "every 5"}, "schedule is a str; connect the output of MC-Sparse Schedule"),
         ({"min_tokens": 512}, "min_tokens is 512; the least is 1024"),
         ({"backend": "magic"}, "backend is 'magic'; allowed: auto, reference"),
+        ({"density": "0.2"}, "density is '0.2', of type str; it must be a number"),
+        ({"density": True}, "density is True, of type bool"),
+        ({"tail": 64.0}, "tail is 64.0; allowed"),
+        ({"residual": 8}, "residual is 8"),
+        ({"preset": []}, r"preset is \[\]"),
+        ({"min_tokens": None}, "min_tokens is None"),
+        ({"min_tokens": float("nan")}, "min_tokens is nan"),
         ({"preset": "custom"}, "preset 'custom' has no density of its own"),
     ],
 )

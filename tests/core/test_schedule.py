@@ -178,3 +178,31 @@ def test_an_anchor_inside_the_dense_start_is_an_error_when_it_can_be_known():
     assert parse_schedule("6", "5, 9", "0", "", "").anchor_steps == (5, 9)
     with pytest.raises(ValueError, match="anchor at step 3 lies inside the dense start of 10 steps"):
         lay_out(parse_schedule("20%", "3, 9", "0", "", "").over(Schedule()), 0.2, even(50))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dense_start": "20%"}, {"every": 2.5}, {"every": "5"}, {"anchor_steps": (2.5,)}, {"anchor_steps": [3]}, {"dense_layers": "0"},
+        {"dense_layers": (True,)}, {"refresh": ("0.5",)}, {"every": 1}, {"every": 3, "refresh": (0.5,)}, {"density_curve": ((0, "0.2"),)},
+    ],
+)  # fmt: skip
+def test_schedules_of_wrong_types_are_value_errors(fields):
+    with pytest.raises(ValueError, match="."):
+        Schedule(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"steps": 2.5}, {"steps": -1}, {"fraction": 1.0}, {"fraction": float("nan")}, {}, {"steps": 1, "fraction": 0.1}]
+)
+def test_spans_of_wrong_types_are_value_errors(fields):
+    with pytest.raises(ValueError, match="."):
+        Span(**fields)
+
+
+def test_absurd_numbers_are_refused_at_once():
+    many = "9" * 5000
+    for field, text in (("dense_layers", "0-20000000"), ("dense_layers", many), ("anchors", f"every {many}"), ("dense_start", many)):
+        fields = {"dense_start": "", "anchors": "", "dense_end": "", "dense_layers": "", "density_curve": "", field: text}
+        with pytest.raises(ValueError, match="MC-Sparse schedule: "):
+            parse_schedule(**fields)

@@ -71,7 +71,17 @@ def test_it_is_fast_and_cached():
     start = time.process_time()
     cells = cell_order((21, 45, 80))
     assert time.process_time() - start < 1.0  # 0.1 s on one core of 2024
-    assert cell_order((21, 45, 80)) is cells
+    assert torch.equal(cell_order((21, 45, 80)).order, cells.order)
+    assert _cell_order.cache_info().hits == 1
+
+
+def test_orders_of_an_inference_run_serve_training_later():
+    _cell_order.cache_clear()
+    with torch.inference_mode():
+        cell_order((3, 5, 7))
+    values = torch.randn(105, 4, requires_grad=True)
+    values[cell_order((3, 5, 7)).order].sum().backward()
+    assert values.grad is not None
 
 
 def test_keep_only_renumbers_as_compaction_does():
