@@ -157,4 +157,4 @@ def test_log(scene):
     seen = scene("log_lines")
     lines = [text for level, text in seen["quiet"] if level == "INFO"]
     assert len(lines) == 1 and "14 reuse, 4 anchor, 2 dense" in lines[0]
-    assert any("retained mass" in text for _, text in seen["verbose"])
+    assert any("retained attention mass" in text for _, text in seen["verbose"])

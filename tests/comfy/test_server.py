@@ -123,7 +123,7 @@ def test_patch_node_declares_its_inputs_in_the_fixed_order(server):
 def test_other_nodes_are_there(server):
     schedule = server.node("MCSparseSchedule")
     assert schedule["input_order"]["required"] == ["dense_start", "anchors", "dense_end", "dense_layers", "density_curve"]
-    assert [schedule["input"]["required"][n][1]["default"] for n in schedule["input_order"]["required"]] == ["20%", "first", "0", "", ""]
+    assert [schedule["input"]["required"][n][1]["default"] for n in schedule["input_order"]["required"]] == ["auto"] * 5
     stats = server.node("MCSparseStats")
     assert stats["output_node"] is True and stats["output"] == ["*", "STRING", "STRING", "IMAGE"]
     for demo_node in ("MCSparseDemoModel", "MCSparseDemoPrompt", "MCSparseDemoDecode"):
@@ -136,6 +136,7 @@ def test_demo_workflow_twice(server):
     assert len(outputs["10"]["images"]) == 8 and len(outputs["11"]["images"]) == 1
     for image in outputs["10"]["images"] + outputs["11"]["images"]:
         assert (server.base / "output" / image["subfolder"] / image["filename"]).stat().st_size > 100
+    assert len(outputs["8"]["images"]) == 1  # the chart shows on the node
     text = outputs["8"]["text"][0]
     assert "1 sampling run of this model in this prompt" in text and "42 reuse, 12 anchor, 6 dense of 60" in text
 
