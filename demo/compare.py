@@ -28,7 +28,7 @@ from ..mcsparse_core.schedule import flow_progress
 from . import codec, model, prompts
 from .metrics import psnr, ssim
 from .page import write_page
-from .picture import side_by_side
+from .picture import sheet, side_by_side
 from .vanilla import VanillaBlockSparse
 
 HERE = Path(__file__).parent
@@ -211,7 +211,7 @@ def table(rows: list[dict]) -> str:
 
 
 def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick=lambda text: None) -> dict:
-    """Runs every method and writes metrics.json, comparison.gif and index.html into `out`. Returns what metrics.json holds."""
+    """Runs every method and writes metrics.json, comparison.gif and .png and index.html into `out`. Returns what metrics.json holds."""
     out.mkdir(parents=True, exist_ok=True)
     lanes, machine = compare(prompt, steps, seed, grid, tick=tick)
     rows, clips = results(lanes)
@@ -230,6 +230,7 @@ def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     side_by_side(clips, [r["name"] for r in rows], out / "comparison.gif")
+    sheet(clips, [r["name"] + ("" if r["psnr_db"] is None else f"\n{r['psnr_db']:.1f} dB") for r in rows], out / "comparison.png")
     write_page(out / "index.html", metrics, clips, [lane.actions() for lane in lanes])
     return metrics
 

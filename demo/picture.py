@@ -1,4 +1,4 @@
-"""Clips side by side as one animated picture."""
+"""Clips side by side: as one animated picture, and as a sheet of frames."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -31,3 +31,17 @@ def side_by_side(clips: list[Tensor], labels: list[str], path: Path, columns: in
             sheet.paste(Image.fromarray(picture).resize((PIXELS, PIXELS), Image.Resampling.BICUBIC), (x, y + LABEL))
         sheets.append(np.asarray(sheet))
     iio.imwrite(path, sheets, loop=0, duration=1000 / FRAMES_PER_SECOND)
+
+
+def sheet(clips: list[Tensor], labels: list[str], path: Path, frames: int = 6, pixels: int = 120):
+    """Writes a PNG with a row per clip (1, 3, T, H, W): its label, then `frames` of its frames, evenly spaced."""
+    font, margin = ImageFont.load_default(15), 190
+    picture = Image.new("RGB", (margin + frames * (pixels + 4), len(clips) * (pixels + 4)), "white")
+    draw = ImageDraw.Draw(picture)
+    for row, (clip, label) in enumerate(zip(clips, labels, strict=True)):
+        shown = to_uint8(clip)[0].cpu().numpy()
+        draw.multiline_text((6, row * (pixels + 4) + pixels // 2 - 18), label, fill="black", font=font)
+        for column, t in enumerate(np.linspace(0, len(shown) - 1, frames).round().astype(int)):
+            frame = Image.fromarray(shown[t]).resize((pixels, pixels), Image.Resampling.BICUBIC)
+            picture.paste(frame, (margin + column * (pixels + 4), row * (pixels + 4)))
+    picture.save(path, optimize=True)

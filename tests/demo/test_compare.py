@@ -56,6 +56,8 @@ def test_the_gif_shows_every_frame(made):
 
     with Image.open(made[0] / "comparison.gif") as gif:
         assert gif.n_frames == 16 and gif.size == (3 * 220, 2 * 242)
+    with Image.open(made[0] / "comparison.png") as sheet:
+        assert sheet.size == (190 + 6 * 124, 6 * 124)
 
 
 def test_the_page_in_a_browser(made):
