@@ -34,7 +34,7 @@ def python():
 
 @pytest.fixture(scope="session")
 def processes(request, python, tmp_path_factory):
-    """{(checkout, group): future of what it observed}: all groups that this session needs, two processes at a time."""
+    """{(checkout, group): future of what it observed}: all groups that this test run needs, two processes at a time."""
     wanted = dict.fromkeys((item.callspec.params["comfyui"], item.module.GROUP) for item in request.session.items if _uses_group(item))
     pool = ThreadPoolExecutor(2)
     yield {key: pool.submit(_observe, *key, python, tmp_path_factory.mktemp(f"{key[0].name}-{key[1]}")) for key in wanted}
