@@ -152,7 +152,8 @@ class SparseRun:
         elif not counts["reuse"]:
             few = self.timeline.reuse_steps == 0
             reasons = numbers["reasons"]
-            why = f"{self.timeline.steps} steps are too few" if few else max(reasons, key=reasons.get, default="the run ended early")
+            steps = "1 step is" if self.timeline.steps == 1 else f"{self.timeline.steps} steps are"
+            why = f"{steps} too few" if few else max(reasons, key=reasons.get, default="the run ended early")
             self.note(f"0 calls were sparse: {why}")
         else:
             if self.timeline.reuse_steps <= 1:

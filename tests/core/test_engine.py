@@ -290,7 +290,7 @@ def test_eligibility():
 def test_report_notes_name_a_run_that_gained_nothing():
     run = new_run(plan(schedule=Schedule(Span(steps=1))), steps=1)
     sample(run, lambda _: tensors())
-    assert any(n.startswith("0 calls were sparse: 1 steps are too few") for n in run.close()["notes"])
+    assert any(n.startswith("0 calls were sparse: 1 step is too few") for n in run.close()["notes"])
     assert any("no attention call reached MC-Sparse" in n for n in new_run(plan()).close()["notes"])
     one = new_run(plan(schedule=Schedule(Span(steps=2))), steps=3)
     sample(one, lambda _: tensors())
