@@ -15,6 +15,7 @@ import math
 import multiprocessing as mp
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -350,8 +351,8 @@ def main() -> int:
     reference = next((rows[i] for i in rows if chosen[i].factor == "base"), {})
     table = [summary(chosen[i], rows[i], reference) for i in sorted(rows)]
     facts = {
-        "command": "python benchmarks/study_presets.py " + " ".join(sys.argv[1:]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "command": shlex.join(["python", "benchmarks/study_presets.py", *sys.argv[1:]]),
+        "commit": subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "dtype": str(DTYPE).removeprefix("torch."), "backend": BACKEND,
         "seconds": round(time.time() - began, 1), "rows": table,
