@@ -279,7 +279,7 @@ def _inject_block_keys(transformer: dict, blocks: int):
 
 def _named_block(name: tuple[str, int, int], previous: Callable | None) -> Callable:
     def block(args, extra):
-        args["transformer_options"][BLOCK_KEY] = name
+        args.get("transformer_options", {})[BLOCK_KEY] = name  # some models of old versions hand their blocks no options
         return previous(args, extra) if previous is not None else extra["original_block"](args)
 
     return block

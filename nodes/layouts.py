@@ -34,6 +34,10 @@ ORDERS: dict[str, Order] = {  # class of the diffusion model -> its order
     "SCAILWanModel": Order(ref_frames="reference_latent", after=("pose_latents",)),
     "SCAIL2WanModel": Order(ref_frames="reference_latent", after=("pose_latents",)),
 }
+UNFIT = {  # class of the diffusion model -> why its self-attention is not one attention of all tokens to all tokens
+    "WanAnimate2Model": "WanAnimate2Model attends frame by frame, each with its own pose frame",
+    "CausalWanModel": "CausalWanModel generates block by block from a key/value cache",
+}
 INPUTS = ("reference_latent", "time_dim_concat", "context_latents", "pose_latents")
 
 
@@ -61,8 +65,8 @@ def facts(family: str, patch, latent, conditioning: Mapping, has_ref_conv: bool)
 
 
 def why_unsupported(family: str) -> str | None:
-    """A reason if the token order of this model class is not known, else None."""
-    return None if family in ORDERS else f"model family {family} is not supported yet"
+    """A reason if this model class does not fit or its token order is not known, else None."""
+    return None if family in ORDERS else UNFIT.get(family, f"model family {family} is not supported yet")
 
 
 def token_layout(forward: ForwardFacts, tokens: int, grid_sizes: tuple[int, int, int] | None = None) -> TokenLayout | str:

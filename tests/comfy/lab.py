@@ -3,6 +3,7 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from pathlib import Path
@@ -94,19 +95,20 @@ def randomised(module: torch.nn.Module, seed=0) -> dict:
     return state
 
 
-def load(module: torch.nn.Module, name: str, prefix=""):
-    """A model as its weights file would load."""
+def load(module: torch.nn.Module, name: str, prefix="", **transformer):
+    """A model as its weights file would load; transformer: what its metadata says, for classes that the weights do not tell."""
     path = WORK / f"{name}.safetensors"
     if not path.exists():
-        save_file({prefix + k: v.contiguous() for k, v in randomised(module).items()}, path)
+        metadata = {"config": json.dumps({"transformer": transformer})} if transformer else None
+        save_file({prefix + k: v.contiguous() for k, v in randomised(module).items()}, path, metadata)
     return comfy.sd.load_diffusion_model(str(path))
 
 
-def tiny_wan(name="wan", cls="WanModel", layers=LAYERS, **config):
-    import comfy.ldm.wan.model as wan
-
+def tiny_wan(name="wan", cls="WanModel", layers=LAYERS, module="model", metadata=None, **config):
+    wan = importlib.import_module(f"comfy.ldm.wan.{module}")
     sizes = {"dim": 256, "ffn_dim": 256, "num_heads": 2, "in_dim": 16, "out_dim": 16, "freq_dim": 256, "text_dim": 4096}
-    return load(getattr(wan, cls)(num_layers=layers, operations=comfy.ops.disable_weight_init, **(sizes | config)), name)
+    model = getattr(wan, cls)(num_layers=layers, operations=comfy.ops.disable_weight_init, **(sizes | config))
+    return load(model, name, **(metadata or {}))
 
 
 def noise_of(shape=LATENT, seed=1):

@@ -1,8 +1,11 @@
 """Other nodes on the same model, other models of the family, and models that are not supported."""
 import dataclasses
+import importlib.util
 import logging
 
 import comfy.ldm.modules.attention as attention
+import comfy.sample
+import comfy.samplers
 import lab
 import torch
 from lab import WrappersMP, patch, sample
@@ -208,6 +211,35 @@ def scail():
     return _variant(model, shape=(1, 16, 8, 32, 32), positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
 
 
+def sound_to_video():
+    """Eighteen small frames, so that the reference frame and the packed motion frames are few enough to keep exact."""
+    model = lab.tiny_wan("s2v", "WanModel_S2V")
+    extra = {"reference_latents": [lab.noise_of((1, 16, 1, 16, 16), 7)], "reference_motion": lab.noise_of((1, 16, 19, 16, 16), 8),
+             "control_video": lab.noise_of((1, 16, 18, 16, 16), 9), "audio_embed": lab.noise_of((1, 25, 1024, 72), 10)}  # fmt: skip
+    return _variant(model, shape=(1, 16, 18, 16, 16), positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
+
+
+def animate():
+    """Five layers: the face adapter is in every fifth."""
+    model = lab.tiny_wan("animate", "AnimateWanModel", layers=5, module="model_animate", in_dim=36)
+    extra = {"pose_video_latent": lab.noise_of((1, 16, 3, 32, 32), 7), "face_video_pixels": lab.noise_of((1, 3, 1, 512, 512), 8).tanh()}
+    return _variant(model, positive=lab.prompt(2, **extra), negative=lab.prompt(3, **extra))
+
+
+WAN_5B = {"in_dim": 48, "out_dim": 48}
+
+
+def text_to_video_5b():
+    return _variant(lab.tiny_wan("5b", **WAN_5B), shape=(1, 48, 4, 32, 32))
+
+
+def image_to_video_5b():
+    """The first frame is given: by a mask, which the model turns into a noise level for each frame."""
+    shape, mask = (1, 48, 4, 32, 32), torch.ones(1, 1, 4, 32, 32)
+    mask[:, :, 0] = 0
+    return _variant(lab.tiny_wan("5b", **WAN_5B), shape=shape, latent=lab.noise_of(shape, 7), noise_mask=mask)
+
+
 def odd_sizes():
     """Latents that are no multiple of anything."""
     seen = {}
@@ -234,6 +266,37 @@ def hunyuan_video():
     p = patch(model, SHORT)
     out, dense = (sample(m, steps=4, positive=text, negative=text) for m in (p, model))
     return lab.brief(p) | {"same": torch.equal(out, dense), "sites": lab.reports(p)[-1]["sites"]}
+
+
+def _declined(model, run=sample, **how):
+    p = patch(model, SHORT)
+    out, dense = (run(m, steps=4, **how) for m in (p, model))
+    return lab.brief(p) | {k: lab.reports(p)[-1][k] for k in ("sites", "model")} | {"same": torch.equal(out, dense)}
+
+
+def animate_2():
+    """With the pose video, and without it, as outside the timestep window of core's node."""
+    if importlib.util.find_spec("comfy.ldm.wan.model_animate2") is None:
+        return {"missing": True}
+    model = lab.tiny_wan("animate2", "WanAnimate2Model", module="model_animate2", metadata={"model_type": "animate2"}, in_dim=36)
+    pose = lab.prompt(2, pose_video_latent=lab.noise_of((1, 16, 4, 32, 32), 7))
+    return {"pose": _declined(model, shape=(1, 16, 5, 32, 32), positive=pose), "no pose": _declined(model)}
+
+
+def causal():
+    """By core's sampler for it, which goes block by block (here of two frames), and by a usual one."""
+    if importlib.util.find_spec("comfy.ldm.wan.ar_model") is None:
+        return {"missing": True}
+    model = lab.tiny_wan("causal", "CausalWanModel", module="ar_model", metadata={"causal_ar": True})
+    return {"by blocks": _declined(model, _sample_by_blocks), "at once": _declined(model)}
+
+
+@torch.inference_mode()
+def _sample_by_blocks(model, steps):
+    sampler = lab.core_node("nodes_ar_video", "SamplerARVideo")(num_frame_per_block=2)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    start, texts = torch.zeros(lab.LATENT), (lab.prompt(2), lab.prompt(3))
+    return comfy.sample.sample_custom(model, lab.noise_of(), 1.0, sampler, sigmas, *texts, start, disable_pbar=True, seed=1).clone()
 
 
 def several_gpus():

@@ -86,7 +86,7 @@ def test_layouts_fill_the_sequence():
 def test_other_models_have_a_reason():
     assert why_unsupported("WanModel") is None
     assert why_unsupported("Flux") == "model family Flux is not supported yet"
-    assert why_unsupported("WanAnimate2Model") and why_unsupported("CausalWanModel")
+    assert "frame by frame" in why_unsupported("WanAnimate2Model") and "cache" in why_unsupported("CausalWanModel")
 
 
 def test_tokens_of_a_latent():
