@@ -39,10 +39,11 @@ class VanillaBlockSparse:
         raster = cell_order(None, after=length).to(q.device)
         groups = group_queries(q, method="cells", cells=raster, backend=self.backend)
         selection = self._select(q, k, raster)
+        if block in self._seen:
+            return token_sparse_attention(q, k, v, groups, selection, backend=self.backend)
         out, lse = token_sparse_attention(q, k, v, groups, selection, return_lse=True, backend=self.backend)
-        if block not in self._seen:
-            dense_lse = dense_attention(q, k, v, backend=self.backend)[1]
-            self._seen[block] = (selection.realised_density, (lse - dense_lse).exp().mean().item())
+        dense_lse = dense_attention(q, k, v, backend=self.backend)[1]
+        self._seen[block] = (selection.realised_density, (lse - dense_lse).exp().mean().item())
         return out
 
     def measured(self) -> dict[str, float]:
