@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 WEB_DIRECTORY = "./web"
 _PUBLIC = {  # name -> module, imported on first use
     "SparsePlan": "mcsparse_core.plan",
-    "Schedule": "mcsparse_core.plan",
+    "Schedule": "mcsparse_core.schedule",
     "flow_progress": "mcsparse_core.schedule",
     "SparseRun": "mcsparse_core.run",
     "sparsify": "mcsparse_core.diffusers_host",

@@ -32,6 +32,7 @@ from mc_sparse.demo import codec, model, prompts
 from mc_sparse.demo.metrics import psnr, ssim
 from mc_sparse.demo.vanilla import VanillaBlockSparse
 from mc_sparse.kernels import compress_residual
+from mc_sparse.kernels.shapes import ceil_div
 from mc_sparse.mcsparse_core import engine
 from mc_sparse.mcsparse_core.context import AttentionCall, TokenLayout
 from mc_sparse.mcsparse_core.diffusers_host import self_attention
@@ -154,10 +155,8 @@ class Studied:
     def __init__(self, case: Case, sigmas: list[float], blocks: int, probe: bool):
         progress = flow_progress(sigmas, model.SHIFT)
         self.run = SparseRun(case.plan, sigmas, progress)
-        f, h, w = case.setting.grid
-        grid = (f, h // 2, w // 2)
-        tokens = grid[0] * grid[1] * grid[2]
-        self.layout = TokenLayout(None, after=tokens) if case.raster else TokenLayout(grid)
+        grid = model.token_grid(case.setting.grid)
+        self.layout = TokenLayout(None, after=math.prod(grid)) if case.raster else TokenLayout(grid)
         self.blocks, self.probe, self.scale = blocks, probe, case.scale
         self.errors: list[float] = []
 
@@ -234,7 +233,8 @@ def study(case: Case, seed: int, transformer, dense: torch.Tensor, probe: bool) 
                 lambda rows: run.begin_forward([("study", 0)], rows, shape=case.setting.grid),
             )  # fmt: skip
         report = run.close()
-        tail_cells = -(-len_of(case.setting.grid) // run.recipe.tail) / len_of(case.setting.grid) if run.recipe.tail else 0.0
+        tokens = attention.layout.length
+        tail_cells = ceil_div(tokens, run.recipe.tail) / tokens if run.recipe.tail else 0.0
         row = {key: report[key] for key in ("retained_mass", "realised_density", "counts", "cache_bytes")}
         row["reuse_work"] = report["realised_density"] + tail_cells
         row["attention_work"] = attention_work(report, tail_cells)
@@ -271,10 +271,6 @@ def floor(case: Case, transformer, seed: int) -> torch.Tensor:
 
     with self_attention(transformer, unfused):
         return denoise(transformer, case.setting, seed)
-
-
-def len_of(grid: tuple[int, int, int]) -> int:
-    return grid[0] * (grid[1] // 2) * (grid[2] // 2)
 
 
 _worker: dict = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import platform
 import statistics
 import time
@@ -80,8 +81,8 @@ class Lane:
         return "anchor" if step in self.run.timeline.anchors else "reuse"
 
     def counts(self) -> dict[str, int]:
-        if self.run:
-            return {kind: self.run.stats.counts[kind] for kind in ("dense", "anchor", "reuse")}
+        if self.report:
+            return self.report["counts"]
         if self.vanilla:
             return {"dense": self.vanilla.dense_calls, "anchor": 0, "reuse": self.vanilla.sparse_calls}
         return {"dense": sum(map(len, self.seconds.values())) * len(self.transformer.blocks), "anchor": 0, "reuse": 0}
@@ -103,11 +104,6 @@ class Lane:
         return sum(len(s) * statistics.median(s) for s in self.seconds.values())
 
 
-def tokens_of(grid: tuple[int, int, int]) -> int:
-    """Tokens of a latent of so many frames, rows and columns."""
-    return grid[0] * (grid[1] // 2) * (grid[2] // 2)
-
-
 @torch.inference_mode()
 def compare(
     prompt: str, steps: int, seed: int, grid=model.GRID, device: torch.device | None = None, tick=lambda text: None
@@ -121,7 +117,7 @@ def compare(
     transformer = model.load()
     transformer = transformer.to(device) if dtype == torch.float32 else transformer.to(device, dtype)
     noise = torch.randn(1, 16, *grid, generator=torch.Generator().manual_seed(seed)).to(device)
-    probe = torch.empty(1, 1, tokens_of(grid), transformer.config.attention_head_dim, dtype=dtype, device=device)
+    probe = torch.empty(1, 1, math.prod(model.token_grid(grid)), transformer.config.attention_head_dim, dtype=dtype, device=device)
     backend = "reference" if registry.why_none(Geometry.of(probe, probe)) else "auto"
     sigmas = [model.shifted(1 - i / steps) for i in range(steps + 1)]
     progress = flow_progress(sigmas, model.SHIFT)
@@ -180,7 +176,7 @@ def results(lanes: list[Lane]) -> tuple[list[dict], list[Tensor]]:
     rows = []
     for lane, clip in zip(lanes, clips, strict=True):
         is_dense = lane.method.method == "dense"
-        source = lane.report if lane.run else lane.vanilla.measured() if lane.vanilla else {}
+        source = lane.report if lane.report else lane.vanilla.measured() if lane.vanilla else {}
         rows.append({
             "name": lane.method.name,
             "method": lane.method.method,
@@ -224,7 +220,7 @@ def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick
         "cfg": 1.0,
         "sampler": "euler",
         "latent": list(grid),
-        "tokens": tokens_of(grid),
+        "tokens": math.prod(model.token_grid(grid)),
         **machine,
         "runs": rows,
     }
@@ -264,5 +260,5 @@ def main(argv: list[str] | None = None) -> int:
     print(table(metrics["runs"]))
     print("\nPSNR and SSIM of the clip against dense; keys: share selected, rounded up to 128; mass: attention it holds at anchors;\n"
           "what is not selected, ours also sees through its pooled tail. ours is the preset auto.")  # fmt: skip
-    print(f"Wrote metrics.json, comparison.gif and index.html into {args.out}; open index.html to compare.")
+    print(f"Wrote metrics.json, comparison.gif, comparison.png and index.html into {args.out}; open index.html to compare.")
     return 0

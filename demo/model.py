@@ -76,6 +76,11 @@ def wan_name(name):
     return name.replace("scale_shift_table", "modulation")
 
 
+def token_grid(grid=GRID):
+    """Tokens of a latent grid (frames, height, width) along each axis."""
+    return tuple(n // p for n, p in zip(grid, CONFIG["patch_size"], strict=True))
+
+
 def shifted(u, shift=SHIFT):
     """Noise level of uniform time u in 0..1, both 1 at pure noise."""
     return shift * u / (1 + (shift - 1) * u)

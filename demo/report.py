@@ -129,8 +129,7 @@ def main():
         sheet(net, names[:4], model.GRID, out / "samples_guided.png", device, guidance=3.0, empty=prompts.embedding("").to(device))
     if args.only in (None, "concentration"):
         torch.manual_seed(0)
-        tokens = [model.GRID[0], model.GRID[1] // 2, model.GRID[2] // 2]
-        found = {"tokens": tokens, "trained": concentration(net, model.GRID, device)}
+        found = {"tokens": model.token_grid(), "trained": concentration(net, model.GRID, device)}
         found["random_weights"] = concentration(model.new().to(device).eval(), model.GRID, device)
         (out / "concentration.json").write_text(json.dumps(found, indent=1) + "\n")
 
