@@ -1,0 +1,47 @@
+"""What the Triton backends share: whether they can run, and the dtypes and strides they take."""
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .shapes import Geometry
+
+NAME = "triton"
+# First release whose compiler was tried; older ones miscompile or lack what the kernels use.
+OLDEST = (3, 2)
+MOST_HEAD_DIM = 256
+INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
+VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+
+
+def why_not(geometry: Geometry) -> str | None:
+    """None when Triton kernels can run this geometry: CUDA from Ampere on, or the CPU under TRITON_INTERPRET=1."""
+    if VERSION < OLDEST:
+        return f"needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, this is {triton.__version__}"
+    if geometry.head_dim > MOST_HEAD_DIM:
+        return f"takes head dims up to {MOST_HEAD_DIM}, not {geometry.head_dim}"
+    if INTERPRETED:
+        return None if geometry.device_type == "cpu" else "is interpreted on the CPU (TRITON_INTERPRET)"
+    if geometry.device_type != "cuda" or geometry.capability is None:
+        return f"runs on NVIDIA GPUs, not on {geometry.device_type}"
+    if torch.version.hip:
+        return "is not tried on AMD GPUs"
+    if geometry.capability < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def half(x: Tensor) -> Tensor:
+    """x as the kernels take it: bfloat16 or float16 (float32 becomes bfloat16, whose range it keeps), rows contiguous.
+
+    A view whose last stride is 1 is passed on as it is; any other is copied.
+    """
+    if x.dtype == torch.float32:
+        x = x.bfloat16()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded(head_dim: int) -> int:
+    """The power of two, at least 16, that a head dim is computed in."""
+    return max(16, 1 << (head_dim - 1).bit_length())
