@@ -1,10 +1,14 @@
 """The operations again, written as their definitions say, in float64 and without a thought for speed."""
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+# Triton kernels run on a GPU, or interpreted on the CPU in a process of their own (TRITON_INTERPRET=1; `run.py test` starts one).
+collect_ignore_glob = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else ["test_triton_*.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
