@@ -5,16 +5,35 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """tile: rows of the streamed operand in one step of the inner loop; warps of a program; stages of its load pipeline."""
+    """tile: rows of the streamed operand in one step of the inner loop; warps of a program; stages of its load pipeline;
+    registers: most per thread, None for the compiler's choice."""
 
     tile: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As keyword arguments of a Triton launch."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 # Cards by what decides: "hopper" (wgmma, 227 KB of shared memory), "wide" (mma.sync, 163 KB or more: A100, B200), "narrow" (99 KB:
 # RTX 30, 40, 50, L4, L40).
-_TABLE: dict[str, dict[tuple[int, str], Launch]] = {}
+_CARDS = ("hopper", "wide", "narrow")
+_TABLE: dict[str, dict[tuple[int, str], Launch]] = {
+    "mass": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 4, 3), (64, "narrow"): Launch(64, 4, 3)}
+    | {(128, "hopper"): Launch(64, 4, 3), (128, "wide"): Launch(64, 4, 3), (128, "narrow"): Launch(64, 4, 3)}
+    | {(256, "hopper"): Launch(64, 4, 3), (256, "wide"): Launch(64, 8, 3), (256, "narrow"): Launch(32, 8, 2)},
+    "heaviest": {(64, c): Launch(4096, 8, 1) for c in ("hopper", "wide", "narrow")},  # tile: units in the sample
+    "pddp_moments": {(d, c): Launch(64, 8, 3) for d in (64, 128, 256) for c in _CARDS},
+    "pddp_direction": {(d, c): Launch(1, 8, 1) for d in (64, 128, 256) for c in _CARDS},
+    "pddp_project": {(d, c): Launch(128, 4, 1) for d in (64, 128, 256) for c in _CARDS},
+    "pddp_partition": {(d, c): Launch(4096, 16, 1) for d in (64, 128, 256) for c in _CARDS},
+    "pddp_split": {(d, c): Launch(64, 8, 3) for d in (64, 128, 256) for c in _CARDS},
+}
 
 
 def card(capability: tuple[int, int] | None) -> str:

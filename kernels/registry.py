@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
 
 # Fastest first. The reference comes last: `auto` takes it on the CPU only, by name it runs anywhere.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    "group_queries": (Candidate(REFERENCE, ".grouping.reference"),),
+    "group_queries": (Candidate("triton", ".grouping.triton_pddp"), Candidate(REFERENCE, ".grouping.reference")),
     "pool_cells": (Candidate(REFERENCE, ".pooling.reference"),),
     "dense_attention": (Candidate("torch", ".attention.torch_dense"), Candidate(REFERENCE, ".attention.reference")),
     "select_keys": (Candidate(REFERENCE, ".selection.reference"),),
