@@ -6,7 +6,7 @@ import math
 from torch import Tensor
 
 from ..checks import check_bhsd, check_groups, check_same_length, check_selection
-from ..registry import AUTO, pick
+from ..registry import AUTO, call
 from ..residual import Residual
 from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
 
@@ -18,7 +18,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = No
     """
     check_bhsd("dense_attention", q=q, k=k, v=v)
     check_same_length("dense_attention", k=k, v=v)
-    return pick("dense_attention", Geometry.of(q, k), backend).dense_attention(q, k, v, _scale(scale, q))
+    return call("dense_attention", Geometry.of(q, k), backend, q, k, v, _scale(scale, q))
 
 
 def token_sparse_attention(
@@ -58,8 +58,8 @@ def token_sparse_attention(
             f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
             f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
         )
-    module = pick(op, Geometry.of(q, k), backend)
-    out, lse = module.token_sparse_attention(q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse)
+    args = (q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse)
+    out, lse = call(op, Geometry.of(q, k), backend, *args)
     return (out, lse) if return_lse else out
 
 

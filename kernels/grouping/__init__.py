@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_bhsd, check_cells
-from ..registry import AUTO, pick
+from ..registry import AUTO, call
 from ..shapes import GROUP_SIZE, CellOrder, Geometry, QueryGroups, ceil_div
 
 METHODS = ("pddp", "cells")
@@ -28,4 +28,4 @@ def group_queries(q: Tensor, *, method: str = "pddp", cells: CellOrder | None = 
         return QueryGroups(order[None, None], len(cells))
     if method != "pddp":
         raise ValueError(f"group_queries: method is {method!r}; choose one of {', '.join(METHODS)}")
-    return pick("group_queries", Geometry.of(q, q), backend).group_queries(q)
+    return call("group_queries", Geometry.of(q, q), backend, q)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..checks import check_bhsd, check_cells, check_same_length
-from ..registry import AUTO, pick
+from ..registry import AUTO, call
 from ..shapes import CellOrder, Geometry, PooledTail
 
 
@@ -18,4 +18,4 @@ def pool_cells(k: Tensor, v: Tensor, cells: CellOrder, size: int, *, backend: st
     check_cells("pool_cells", cells, k.shape[2])
     if size < 1:
         raise ValueError(f"pool_cells: size is {size}; a cell has at least one token (32, 64 or 128 are usual)")
-    return pick("pool_cells", Geometry.of(k, k), backend).pool_cells(k, v, cells.to(k.device), size)
+    return call("pool_cells", Geometry.of(k, k), backend, k, v, cells.to(k.device), size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..checks import check_bhsd, check_cells, check_groups
-from ..registry import AUTO, pick
+from ..registry import AUTO, call
 from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups, key_runs
 from .bits import expand_selection, pack_bits, unpack_bits, unselected_counts
 
@@ -47,5 +47,4 @@ def select_keys(
         raise ValueError(f"{op}: granularity is {granularity!r}; choose one of {', '.join(GRANULARITIES)}")
     kept = key_runs(kept, k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    backend_module = pick(op, Geometry.of(q, k), backend)
-    return backend_module.select_keys(q, k, lse, groups, density, cells.to(q.device), granularity, kept, scale)
+    return call(op, Geometry.of(q, k), backend, q, k, lse, groups, density, cells.to(q.device), granularity, kept, scale)
