@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -107,6 +108,11 @@ class KeySelection:
     def realised_density(self) -> float:
         """Mean share of the keys that is selected (reads the device)."""
         return self.counts.float().mean().item() / len(self.cells)
+
+    @cached_property
+    def most(self) -> int:
+        """The largest count (reads the device, once)."""
+        return int(self.counts.max())
 
     @property
     def nbytes(self) -> int:

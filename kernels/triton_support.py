@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .shapes import Geometry
@@ -13,6 +14,25 @@ OLDEST = (3, 2)
 MOST_HEAD_DIM = 256
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+
+
+def needs_fence(capability: tuple[int, int] | None) -> bool:
+    """Whether kernels must order cp.async before wgmma themselves (`fence`): on Hopper, before Triton 3.7 (its change 9610)."""
+    return not INTERPRETED and capability is not None and capability[0] == 9 and VERSION < (3, 7)
+
+
+@triton.jit
+def fence(x):
+    """Makes what cp.async wrote visible to wgmma. x: an int32 tensor that the same loop step loaded, so that the wait comes before.
+
+    To be called first in a pipelined loop whose loads feed tl.dot, under a constexpr from `needs_fence`. Without it such loops give wrong
+    results now and then (seen on an H200 with Triton 3.6).
+    """
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.shared::cta; "
+        "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;",
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=tl.int32, is_pure=False, pack=8,
+    )  # fmt: skip
 
 
 def why_not(geometry: Geometry) -> str | None:
