@@ -61,7 +61,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "group_queries": (Candidate("triton", ".grouping.triton_pddp"), Candidate(REFERENCE, ".grouping.reference")),
     "pool_cells": (Candidate(REFERENCE, ".pooling.reference"),),
     "dense_attention": (Candidate("torch", ".attention.torch_dense"), Candidate(REFERENCE, ".attention.reference")),
-    "select_keys": (Candidate(REFERENCE, ".selection.reference"),),
+    "select_keys": (Candidate("triton", ".selection.triton_select"), Candidate(REFERENCE, ".selection.reference")),
     "token_sparse_attention": (Candidate(REFERENCE, ".attention.reference"),),
 }
 

@@ -1,0 +1,198 @@
+"""Exact selection in two kernels: the mass of every key for every group, then the heaviest of each group (triton_heaviest.py)."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import Launch, card, launch
+from ..shapes import GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
+from ..triton_support import INTERPRETED, NAME, fence, half, needs_fence, padded, why_not
+from .triton_heaviest import Choice, row_width, scratch_rows
+
+__all__ = ["NAME", "select_keys", "why_not"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the masses are computed.
+
+    described: K arrives in token order through a tensor descriptor (TMA) and the masses are written to their places, else K is
+    gathered in cell order by pointers. polynomial: of 8 exponentials, how many (0, 2 or 4) are a polynomial on the FMA units
+    (relative error 1e-4) instead of the special function unit.
+    """
+
+    described: bool = False
+    polynomial: int = 0
+
+
+PLAIN = Variant()
+# What runs by card; the other variants are for benchmarks/bench_selection.py --tune.
+VARIANTS: dict[str, Variant] = {}
+
+
+def select_keys(
+    q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, density: float,
+    cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...], scale: float,
+) -> KeySelection:
+    with torch.cuda.device_of(q):
+        choice = Choice.of(q, k, groups, density, cells, granularity, kept)
+        masses = Masses.of(q, k, lse, groups, cells, scale)
+        for rows, scratch in scratch_rows(choice.rows, len(cells), q.device):
+            masses.compute(rows, scratch)
+            choice.choose(rows, scratch)
+    return choice.selection
+
+
+@dataclass(frozen=True, eq=False)
+class Masses:
+    """Arguments of the mass kernel, made once per call."""
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor  # (B, H, Sq) float32, contiguous
+    members: Tensor  # (B, H, G*C) int32, a view: the groups' order
+    keys: Tensor  # (width,) int32: tokens in cell order, or places in token order, padded
+    scale: float
+    variant: Variant
+    fenced: bool  # see triton_support.needs_fence; what a tensor descriptor loads needs none
+    launch: Launch
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, scale: float,
+        variant: Variant | None = None, parameters: Launch | None = None,
+    ) -> Masses:
+        q, k = half(q), half(k)
+        capability = Geometry.of(q, k).capability
+        parameters = parameters or launch("mass", padded(q.shape[3]), capability)
+        variant = variant or VARIANTS.get(card(capability), PLAIN)
+        if variant.described and not _describable(k):
+            variant = PLAIN
+        length, width = k.shape[2], row_width(k.shape[2])
+        if variant.described:
+            keys = torch.arange(width, dtype=torch.int32, device=q.device)
+            keys[:length] = cells.place
+        else:
+            keys = torch.zeros(width, dtype=torch.int32, device=q.device)
+            keys[:length] = cells.order
+        members = groups.expanded(q.shape[0], q.shape[1])
+        fenced = needs_fence(capability) and not variant.described
+        return cls(q, k, lse.float().contiguous(), members, keys, scale * math.log2(math.e), variant, fenced, parameters)
+
+    def compute(self, rows: range, out: Tensor) -> None:
+        """Masses of some rows (len(rows), width) in cell order; columns past the keys become 0."""
+        q, k, dim = self.q, self.k, padded(self.q.shape[3])
+        described, tile = self.variant.described, self.launch.tile
+        mass_kernel[(len(rows),)](
+            q, TensorDescriptor(k, k.shape, k.stride(), [1, 1, tile, dim]) if described else k,
+            self.lse, self.members, self.keys, out,
+            rows.start, q.shape[1], self.members.shape[2] // GROUP_SIZE, q.shape[2], k.shape[2], out.stride(0), self.scale,
+            *q.stride()[:3], *k.stride()[:3], *self.members.stride()[:2],
+            q.shape[3], dim, tile, described, 0 if INTERPRETED else self.variant.polynomial, self.fenced, **self.launch.options,
+        )  # fmt: skip
+
+
+def _describable(k: Tensor) -> bool:
+    """Whether k (B, H, S, D), last stride 1, is aligned as a tensor descriptor needs it."""
+    return k.data_ptr() % 16 == 0 and all(stride * k.element_size() % 16 == 0 for stride in k.stride()[:3])
+
+
+@triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
+def mass_kernel(
+    q, k, lse, members, keys, mass,
+    first_row, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
+    q_batch, q_head, q_token, k_batch, k_head, k_token, members_batch, members_head,
+    D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr, POLYNOMIAL: tl.constexpr,
+    FENCED: tl.constexpr,
+):  # fmt: skip
+    """Masses of all keys for one group a program.
+
+    Scores are computed transposed, keys by queries, so that the sum over the group's queries stays inside a thread but for
+    two shuffles.
+    """
+    row = first_row + tl.program_id(0)
+    head = row // groups
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    d = tl.arange(0, D_PADDED)
+
+    token = tl.load(members + b * members_batch + h * members_head + row % groups * 128 + tl.arange(0, 128))  # [128], -1: none
+    live = token >= 0
+    at = tl.where(live, token, 0).to(tl.int64)
+    q_mask = live[:, None] if D == D_PADDED else live[:, None] & (d < D)[None, :]
+    queries = tl.load(q + b * q_batch + h * q_head + at[:, None] * q_token + d[None, :], mask=q_mask, other=0.0)  # [128, D]
+    queries = tl.trans(queries)
+    shift = tl.load(lse + head.to(tl.int64) * q_length + at) * 1.4426950408889634
+    shift = tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: these queries add no mass
+
+    mass += tl.program_id(0).to(tl.int64) * width
+    if not DESCRIBED:
+        k += b * k_batch + h * k_head
+    for start in range(0, k_length, TILE):
+        column = start + tl.arange(0, TILE)
+        key = tl.load(keys + column)  # [TILE]
+        if FENCED:
+            fence(key)
+        if DESCRIBED:  # rows and columns past the ends are 0
+            tile = tl.reshape(k.load([b.to(tl.int32), h.to(tl.int32), start, 0]), (TILE, D_PADDED))
+        elif D == D_PADDED:  # past the end key is 0, a row that exists
+            tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :])  # [TILE, D]
+        else:
+            tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+        exponents = tl.dot(tile, queries) * scale - shift[None, :]  # [TILE, 128]
+        if POLYNOMIAL == 0:
+            total = tl.sum(tl.exp2(exponents), 1)
+        else:
+            total = tl.sum(_exp2(exponents, POLYNOMIAL), 1)
+            total = tl.where(total < 1e-30, 0.0, total)  # the polynomial's exp2(-inf) is 1e-38
+        total = tl.where(column < k_length, total, 0.0)
+        tl.store(mass + (key if DESCRIBED else column), total)
+
+
+# 2**x, x <= 64 say: round x to n + f, a cubic for 2**f (relative error 7.6e-5), n into the exponent bits.
+_COEFFICIENTS = (0.9999280735567418, 0.6932609858003214, 0.24261112205233143, 0.055171667217711204)
+_CUBIC = """
+    max.f32 x, {x}, 0fC2FC0000;
+    add.rn.f32 t, x, 0f4B400000;
+    sub.rn.f32 n, t, 0f4B400000;
+    sub.rn.f32 x, x, n;
+    fma.rn.f32 p, x, 0f{c3}, 0f{c2};
+    fma.rn.f32 p, p, x, 0f{c1};
+    fma.rn.f32 p, p, x, 0f{c0};
+    mov.b32 i, p;
+    mov.b32 j, t;
+    shl.b32 j, j, 23;
+    add.s32 i, i, j;
+    mov.b32 {y}, i;
+"""
+
+
+def _float_bits(x: float) -> str:
+    return f"{torch.tensor(x, dtype=torch.float32).view(torch.int32).item() & 0xFFFFFFFF:08X}"
+
+
+def _exp2_assembly(polynomial: int) -> str:
+    """exp2 of 8 values: those a thread holds of two adjacent columns, twice for two rows each, so both rows are treated alike."""
+    cubic = {f"c{i}": _float_bits(c) for i, c in enumerate(_COEFFICIENTS)}
+    by_cubic = {2: (1, 3), 4: (1, 3, 5, 7)}[polynomial]
+    lines = ["{ .reg .f32 x, t, n, p; .reg .b32 i, j;"]
+    for i in range(8):
+        lines.append(_CUBIC.format(x=f"${8 + i}", y=f"${i}", **cubic) if i in by_cubic else f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
+    return "\n".join([*lines, "}"])
+
+
+_EXP2_OF_2 = tl.constexpr(_exp2_assembly(2))
+_EXP2_OF_4 = tl.constexpr(_exp2_assembly(4))
+
+
+@triton.jit
+def _exp2(x, POLYNOMIAL: tl.constexpr):
+    """2**x, of every 8 values POLYNOMIAL by a polynomial."""
+    assembly: tl.constexpr = _EXP2_OF_2 if POLYNOMIAL == 2 else _EXP2_OF_4
+    return tl.inline_asm_elementwise(assembly, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=8)
