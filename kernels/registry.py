@@ -60,7 +60,14 @@ class Demotion(NamedTuple):
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "group_queries": (Candidate("triton", ".grouping.triton_pddp"), Candidate(REFERENCE, ".grouping.reference")),
     "pool_cells": (Candidate(REFERENCE, ".pooling.reference"),),
-    "dense_attention": (Candidate("torch", ".attention.torch_dense"), Candidate(REFERENCE, ".attention.reference")),
+    "dense_attention": (
+        Candidate("fa3", ".attention.fa3"),
+        Candidate("fa4", ".attention.fa4"),
+        Candidate("cudnn", ".attention.cudnn", last_before=(9, 0)),
+        Candidate("flash-attn", ".attention.flash_attn2"),
+        Candidate("torch", ".attention.torch_dense"),
+        Candidate(REFERENCE, ".attention.reference"),
+    ),
     "select_keys": (Candidate("triton", ".selection.triton_select"), Candidate(REFERENCE, ".selection.reference")),
     "token_sparse_attention": (Candidate(REFERENCE, ".attention.reference"),),
 }

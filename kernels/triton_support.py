@@ -4,8 +4,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from .dtypes import half as half
 from .shapes import Geometry
 
 NAME = "triton"
@@ -50,16 +50,6 @@ def why_not(geometry: Geometry) -> str | None:
     if geometry.capability < (8, 0):
         return "needs compute capability 8.0 (Ampere) or newer"
     return None
-
-
-def half(x: Tensor) -> Tensor:
-    """x as the kernels take it: bfloat16 or float16 (float32 becomes bfloat16, whose range it keeps), rows contiguous.
-
-    A view whose last stride is 1 is passed on as it is; any other is copied.
-    """
-    if x.dtype == torch.float32:
-        x = x.bfloat16()
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def padded(head_dim: int) -> int:

