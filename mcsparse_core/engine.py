@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import (
+    BackendUnavailable,
     auto_residual,
     compress_residual,
     dense_attention,
@@ -58,11 +59,18 @@ def attend(run: SparseRun, call: AttentionCall, reason: str | None = None) -> Te
             run.stats.count(run.step, call.site, Action.DENSE, reason)
         return None
     decisions = [_decide(run, call, branch, rows) for branch, rows in call.branches]
+    outputs = []
+    if any(d.action is not Action.DENSE for d in decisions):
+        try:
+            outputs = [_branch(run, call, branch, rows, d) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
+        except BackendUnavailable as error:  # the last backend of some operation was demoted during this call
+            if run.plan.backend != registry.AUTO:
+                raise
+            decisions = [Decision(Action.DENSE, registry.why_none(Geometry.of(call.q, call.k)) or str(error))] * len(decisions)
     for decision in decisions:
         run.stats.count(run.step, call.site, decision.action, decision.reason)
-    if all(d.action is Action.DENSE for d in decisions):
+    if not outputs:
         return None
-    outputs = [_branch(run, call, branch, rows, d) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

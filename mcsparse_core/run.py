@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 
 from .. import __version__
+from ..kernels import registry
 from ..kernels.cells import cell_order
 from ..kernels.shapes import CellOrder
 from .cache import MetaCache
@@ -133,6 +134,7 @@ class SparseRun:
             "evaluations": self.evaluation + 1,
             "seconds": round(time.perf_counter() - self._began, 3),
             "backend": self.plan.backend,
+            "demotions": [d._asdict() for d in registry.demotions()],  # since the process began: they hold in this run too
             "cache_bytes": peak,
             **numbers,
             "notes": list(self.notes),

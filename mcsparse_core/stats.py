@@ -83,6 +83,7 @@ def one_line(report: dict) -> str:
     return (
         f"{report['status']}, {report['steps']} steps in {report['seconds']:.1f} s; attention calls: {counts['reuse']} reuse, "
         f"{counts['anchor']} anchor, {counts['dense']} dense; cache {report['cache_bytes'] / 2**20:.1f} MiB"
+        + "".join(f"; demoted: {d['backend']} for {d['op']}" for d in report["demotions"])
     )
 
 
@@ -105,6 +106,7 @@ def report_text(report: dict) -> str:
     if report["reasons"]:
         reasons = sorted(report["reasons"].items(), key=lambda r: -r[1])
         lines.append("  dense because: " + ", ".join(f"{reason} {n}" for reason, n in reasons))
+    lines += [f"  demoted: backend {d['backend']} for {d['op']} of {d['geometry']}: {d['why']}" for d in report["demotions"]]
     if report["retained_mass"] is not None:
         lines.append(
             f"  retained attention mass {report['retained_mass']:.3f}; realised density {report['realised_density']:.3f} "
