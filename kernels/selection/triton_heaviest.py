@@ -56,7 +56,8 @@ class Choice:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, groups: QueryGroups, density: float, cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...],
+        cls, q: Tensor, k: Tensor, groups: QueryGroups, density: float,
+        cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...],
     ) -> Choice:
         per_bit = GRANULARITIES[granularity]
         shape = (*q.shape[:2], groups.count)

@@ -32,6 +32,7 @@ class Variant:
 
 
 PLAIN = Variant()
+INTERPRETED_DOT = tl.constexpr(INTERPRETED)  # the interpreter multiplies no bfloat16
 # What runs by card; the other variants are for benchmarks/bench_selection.py --tune.
 VARIANTS: dict[str, Variant] = {}
 
@@ -127,7 +128,7 @@ def mass_kernel(
     at = tl.where(live, token, 0).to(tl.int64)
     q_mask = live[:, None] if D == D_PADDED else live[:, None] & (d < D)[None, :]
     queries = tl.load(q + b * q_batch + h * q_head + at[:, None] * q_token + d[None, :], mask=q_mask, other=0.0)  # [128, D]
-    queries = tl.trans(queries)
+    queries = tl.trans(queries.to(tl.float32) if INTERPRETED_DOT else queries)
     shift = tl.load(lse + head.to(tl.int64) * q_length + at) * 1.4426950408889634
     shift = tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: these queries add no mass
 
@@ -145,6 +146,8 @@ def mass_kernel(
             tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :])  # [TILE, D]
         else:
             tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+        if INTERPRETED_DOT:
+            tile = tile.to(tl.float32)
         exponents = tl.dot(tile, queries) * scale - shift[None, :]  # [TILE, 128]
         if POLYNOMIAL == 0:
             total = tl.sum(tl.exp2(exponents), 1)

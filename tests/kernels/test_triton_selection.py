@@ -1,0 +1,193 @@
+"""The Triton selection against the reference. Run with TRITON_INTERPRET=1 on a CPU, or on a CUDA machine."""
+import math
+
+import pytest
+import torch
+
+from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
+from mc_sparse.kernels import launch as launch_table
+from mc_sparse.kernels.selection import triton_heaviest, triton_select
+from mc_sparse.kernels.testing import KINDS, make_qkv
+from mc_sparse.kernels.triton_support import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+LENGTHS = [(1, 1), (31, 129), (129, 31), (300, 300), (129, 500)]
+
+
+@pytest.fixture
+def small_sample(monkeypatch):
+    """A sample of 64 units, so that rows of some hundred need all the steps a long row does."""
+    entry = dict.fromkeys(launch_table._TABLE["heaviest"], launch_table.Launch(64, 4, 1))
+    monkeypatch.setitem(launch_table._TABLE, "heaviest", entry)
+
+
+def inputs(q_length=300, k_length=300, head_dim=16, batch=1, heads=2, kind="random", dtype=torch.bfloat16, **layout):
+    """q, k, lse, groups and a cell order that is not the token order."""
+    q = make_qkv(batch, heads, q_length, head_dim, kind=kind, dtype=dtype, device=DEVICE, seed=1, **layout)[0]
+    k = make_qkv(batch, heads, k_length, head_dim, kind=kind, dtype=dtype, device=DEVICE, seed=1, **layout)[1]
+    cells = cell_order((2, 3, k_length // 6) if k_length >= 6 else None, after=k_length % 6 if k_length >= 6 else k_length).to(DEVICE)
+    lse = dense_attention(q.cpu().float(), k.cpu().float(), k.cpu().float())[1].to(DEVICE)
+    return q, k, lse, group_queries(q.cpu()), cells
+
+
+def compare(definition, q, k, lse, groups, cells, tolerance=1e-4, **arguments):
+    """Selects by Triton and by the reference; returns both and the tokens, on the CPU, after checking what must hold.
+
+    Equal: counts, kept keys, the number of selected units. Retained mass within the tolerance. Units that only one of them
+    selected have masses within the tolerance of the lightest selected one, for the float sums differ in their last digits.
+    """
+    groups = type(groups)(groups.order.to(DEVICE), groups.length)
+    mine = select_keys(q, k, lse, groups, cells=cells, backend="triton", **arguments)
+    q, k, lse = q.cpu(), k.cpu(), lse.cpu()
+    groups, cells = type(groups)(groups.order.cpu(), groups.length), cells.to("cpu")
+    reference = select_keys(q, k, lse, groups, cells=cells, backend="reference", **arguments)
+    assert mine.bits.shape == reference.bits.shape and mine.bits.dtype == torch.int32
+    mine = type(mine)(mine.bits.cpu(), mine.counts.cpu(), mine.retained.cpu(), mine.granularity, cells)
+    torch.testing.assert_close(mine.retained, reference.retained, rtol=tolerance, atol=1e-6)
+
+    tokens, expected = (definition.selected_tokens(s) for s in (mine, reference))
+    assert torch.equal(mine.counts, tokens.sum(-1).int())
+    per_bit = 1 if mine.granularity == "token" else 32
+    units = -(-len(cells) // per_bit)
+    assert not unpack_bits(mine.bits, mine.bits.shape[-1] * 32)[..., units:].any()
+    chosen, should = (unpack_bits(s.bits, units) for s in (mine, reference))
+    assert torch.equal(chosen.sum(-1), should.sum(-1))
+    if per_bit == 1:
+        assert torch.equal(mine.counts, reference.counts)
+    for start, stop in arguments.get("kept", ()):
+        assert bool(tokens[..., start:stop].all())
+
+    scale = arguments.get("scale")
+    mass = definition.mass(q, k, lse, groups, scale=scale)[..., cells.order]
+    mass = torch.stack([part.sum(-1) for part in mass.split(per_bit, -1)], -1)
+    always = torch.zeros(len(cells), dtype=torch.bool)
+    for start, stop in arguments.get("kept", ()):
+        always[start:stop] = True
+    always = torch.stack([part.any() for part in always[cells.order].split(per_bit)])
+    lightest = mass.masked_fill(~should | always, math.inf).amin(-1, keepdim=True).expand_as(mass)
+    exchanged = chosen != should
+    torch.testing.assert_close(mass[exchanged], lightest[exchanged], rtol=tolerance, atol=1e-30)
+    return mine, reference, tokens, expected
+
+
+@pytest.mark.parametrize("granularity", ["token", "cell32"])
+@pytest.mark.parametrize("q_length, k_length", LENGTHS)
+def test_selects_what_the_reference_selects(q_length, k_length, granularity, definition):
+    compare(definition, *inputs(q_length, k_length), density=0.3, granularity=granularity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+def test_kinds_and_head_dims(kind, head_dim, small_sample, definition):
+    layout = {"layout": "bshd" if head_dim == 40 else "bhsd", "nan_slack": 2}
+    compare(definition, *inputs(129, 500, head_dim, kind=kind, **layout), density=0.4)
+
+
+@pytest.mark.parametrize("granularity", ["token", "cell32"])
+@pytest.mark.parametrize("density", [0, 1e-3, 0.3, 0.9, 1.0, 2.0])
+def test_densities(density, granularity, small_sample, definition):
+    compare(definition, *inputs(129, 700, kind="clustered"), density=density, granularity=granularity)
+
+
+@pytest.mark.parametrize("granularity", ["token", "cell32"])
+@pytest.mark.parametrize("kept", [((0, 1),), ((5, 40), (300, 500)), ((0, 500),)])
+def test_kept_keys(kept, granularity, small_sample, definition):
+    compare(definition, *inputs(129, 500), density=0.3, kept=kept, granularity=granularity)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_batch_layout_scale_and_shared_groups(dtype, definition):
+    """float32 inputs are rounded to bfloat16 by the backend, so the reference gets rounded ones."""
+    q, k, lse, _, cells = inputs(200, 150, batch=2, dtype=dtype, layout="bshd", nan_slack=3)
+    if dtype == torch.float32:
+        q, k = q.bfloat16().float(), k.bfloat16().float()
+    groups = group_queries(q.cpu(), method="cells", cells=cell_order((2, 10, 10)))
+    assert groups.order.shape[:2] == (1, 1)
+    compare(definition, q, k, lse, groups, cells, density=0.4, scale=0.4)
+
+
+def test_rows_without_mass(definition):
+    q, k, lse, groups, cells = inputs(kind="clustered")
+    lse[..., ::2] = -math.inf
+    compare(definition, q, k, lse, groups, cells, density=0.3)
+    dead = compare(definition, q, k, torch.full_like(lse, -math.inf), groups, cells, density=0.3)[0]
+    assert bool((dead.counts == 128).all()) and bool((dead.retained == 0).all())
+
+
+def test_equal_masses_go_to_the_lower_token(small_sample, definition):
+    """Every key has the mass 128: more equal keys than the candidates have room for, so the whole row is searched."""
+    q, k, lse, groups, cells = inputs(128, 700)
+    tokens = compare(definition, 0 * q, k, 0 * lse, groups, cells, density=0.3)[2]
+    assert tokens.nonzero()[:, -1].view(1, 2, -1).unique(dim=1).flatten().tolist() == list(range(key_budget(0.3, 700)))
+    cellwise = compare(definition, 0 * q, k, 0 * lse, groups, cells, density=0.3, granularity="cell32")[0]
+    assert unpack_bits(cellwise.bits, 22)[0, 0, 0].nonzero().flatten().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("repeats", [2, 50])
+def test_ties_at_the_threshold(repeats, small_sample):
+    """Masses that are the same small integers in both: equality to the bit, the tie at the threshold included.
+
+    This goes by the row directly. Keys that are equal need not get equal masses from a matrix product (a BLAS may add
+    up the rows of an edge block in another order), so from q and k ties are exact only where the sums are.
+    """
+    generator = torch.Generator().manual_seed(3)
+    keys = 600
+    cells = cell_order((2, 15, 20)).to(DEVICE)
+    masses = torch.randint(keys // repeats, (4, keys), generator=generator).float()
+    rows = torch.zeros(4, triton_heaviest.row_width(keys))
+    rows[:, :keys] = masses
+    q = torch.zeros(1, 2, 256, 16, device=DEVICE)
+    k = torch.zeros(1, 2, keys, 16, device=DEVICE)
+    for kept in ((), ((7, 90),)):
+        choice = triton_heaviest.Choice.of(q, k, group_queries(q.cpu()), 0.4, cells, "token", kept)
+        choice.choose(range(4), rows.to(DEVICE))
+        chosen = unpack_bits(choice.selection.bits, keys).view(4, keys).cpu()
+        order = cells.order.tolist()
+        held = {token for start, stop in kept for token in range(start, stop)}
+        for row in range(4):
+            free = sorted((-masses[row, place].item(), token) for place, token in enumerate(order) if token not in held)
+            expected = {token for _, token in free[: key_budget(0.4, keys - len(held))]} | held
+            assert {order[p] for p in chosen[row].nonzero().flatten().tolist()} == expected
+
+
+def test_a_bracket_that_misses(small_sample):
+    """Masses that only the units outside the sample have: the bracket is wrong and the row is searched whole."""
+    keys, sample, step = 640, 64, 10
+    i = torch.arange(sample)
+    sampled = i * step + (i * 40503 & 0xFFFF) % step
+    for inside in (0.0, 1000.0):
+        masses = torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) + 1
+        masses[:, sampled] += inside - (inside == 0) * masses[:, sampled]
+        cells = cell_order(None, after=keys).to(DEVICE)
+        x = torch.zeros(1, 1, 128, 16, device=DEVICE)
+        choice = triton_heaviest.Choice.of(x, x.expand(1, 1, 128, 16).repeat(1, 1, 5, 1), group_queries(x.cpu()), 0.3, cells, "token", ())
+        choice.choose(range(1), masses.to(DEVICE))
+        chosen = unpack_bits(choice.selection.bits, keys).view(keys).cpu()
+        assert chosen.nonzero().flatten().tolist() == masses[0].topk(256).indices.sort().values.tolist()
+
+
+def test_rows_in_parts_are_the_rows(monkeypatch):
+    """The result does not depend on how many rows of masses exist at a time."""
+    q, k, lse, groups, cells = inputs(300, 200, batch=2)
+    groups = type(groups)(groups.order.to(DEVICE), groups.length)
+    whole = select_keys(q, k, lse, groups, cells=cells, density=0.5, backend="triton")
+    monkeypatch.setattr(triton_heaviest, "SCRATCH_BYTES", 5 * 4 * triton_heaviest.row_width(200))
+    parts = select_keys(q, k, lse, groups, cells=cells, density=0.5, backend="triton")
+    assert torch.equal(whole.bits, parts.bits) and torch.equal(whole.retained, parts.retained)
+
+
+@pytest.mark.parametrize("variant", [{"described": True}, {"polynomial": 2}, {"polynomial": 4}])
+def test_variants_compute_the_same_masses(variant):
+    """Within the polynomial's error; a descriptor past the ends of a head reads zeros and not the next memory."""
+    q, k, lse, groups, cells = inputs(129, 170, 64, nan_slack=2)
+    variant = triton_select.Variant(**variant)
+    if variant.polynomial and INTERPRETED:
+        pytest.skip("the interpreter knows no inline assembly")
+    groups = type(groups)(groups.order.to(DEVICE), groups.length)
+    out = []
+    for some in (triton_select.PLAIN, variant):
+        rows = torch.full((4, triton_heaviest.row_width(170)), math.nan, device=DEVICE)
+        triton_select.Masses.of(q, k, lse, groups, cells, 0.125, some).compute(range(4), rows)
+        out.append(rows)
+    assert bool((out[0][:, :170] > 0).all()) and bool((out[0][:, 192:].isnan()).all())
+    torch.testing.assert_close(out[1][:, :192], out[0][:, :192], rtol=2e-4, atol=0)
