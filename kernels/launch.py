@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 class Launch(NamedTuple):
     """tile: rows of the streamed operand in one step of the inner loop; warps of a program; stages of its load pipeline;
-    registers: most per thread, None for the compiler's choice."""
+    registers: most per thread, None for the compiler's choice; queries: of a group in one program, where that is not always 128."""
 
     tile: int
     warps: int
     stages: int
     registers: int | None = None
+    queries: int = 128
 
     @property
     def options(self) -> dict[str, int]:
@@ -24,6 +25,9 @@ class Launch(NamedTuple):
 # RTX 30, 40, 50, L4, L40).
 _CARDS = ("hopper", "wide", "narrow")
 _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
+    "sparse": {(64, "hopper"): Launch(64, 8, 3, 128), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
+    | {(128, "hopper"): Launch(64, 8, 3, 128), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
+    | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64), (256, "narrow"): Launch(16, 8, 2, queries=64)},
     "mass": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 4, 3), (64, "narrow"): Launch(64, 4, 3)}
     | {(128, "hopper"): Launch(64, 4, 3), (128, "wide"): Launch(64, 4, 3), (128, "narrow"): Launch(64, 4, 3)}
     | {(256, "hopper"): Launch(64, 4, 3), (256, "wide"): Launch(64, 8, 3), (256, "narrow"): Launch(32, 8, 2)},

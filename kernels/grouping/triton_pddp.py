@@ -41,13 +41,12 @@ def group_queries(q: Tensor) -> QueryGroups:
     rows, width = batch * heads, ceil_div(length, GROUP_SIZE) * GROUP_SIZE
     capability = Geometry.of(q, q).capability
     padded = triton_support.padded(dim)
-    order, spare = torch.full((2, rows, width), -1, dtype=torch.int32, device=q.device)
+    order, spare = (torch.full((rows, width), -1, dtype=torch.int32, device=q.device) for _ in range(2))
     order[:, :length] = torch.arange(length, dtype=torch.int32, device=q.device)
-    if length > GROUP_SIZE:
-        keys = torch.empty_like(order)
-        for level in range((width // GROUP_SIZE - 1).bit_length()):
-            _split_level(q, order, spare, keys, level, padded, capability)
-            order, spare = spare, order
+    keys = torch.empty_like(order)
+    for level in range((width // GROUP_SIZE - 1).bit_length()):
+        _split_level(q, order, spare, keys, level, padded, capability)
+        order, spare = spare, order
     return QueryGroups(order.view(batch, heads, width), length)
 
 
