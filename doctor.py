@@ -12,6 +12,8 @@ from . import __version__
 OPTIONAL = {  # distribution -> what it is for
     "triton": "kernels for NVIDIA cards from Ampere on",
     "nvidia-cutlass-dsl": "building the Hopper kernel",
+    "fa3-fwd": "the fastest dense steps on Hopper",
+    "flash-attn-4": "fast dense steps on Hopper and Blackwell",
     "flash-attn": "fast dense steps",
     "diffusers": "the demo, and the pack outside ComfyUI",
     "imageio": "the demo's GIF",
@@ -36,28 +38,48 @@ def main() -> int:
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             print(f"GPU {i}: {p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB")
-            devices.append(("cuda", torch.bfloat16, (p.major, p.minor)))
+            devices.append((f"cuda:{i}", torch.bfloat16, (p.major, p.minor)))
     else:
         built = torch.version.cuda or torch.version.hip
         print("GPU: none" + (f" that PyTorch (built for {built}) can use" if built else "; this PyTorch is built for the CPU only"))
-    print("\nKernels, by operation (auto takes the first that can):")
+    print("\nKernels, by operation: what auto takes, then the others")
     for device, dtype, capability in devices:
         sparse = False
         for head_dim in HEAD_DIMS:
-            geometry = Geometry(1, 12, 32760, 32760, head_dim, dtype, device, capability)
+            geometry = Geometry(1, 12, 32760, 32760, head_dim, dtype, torch.device(device).type, capability)
             why = registry.why_none(geometry)
             sparse |= why is None
             print(f"  {device}, head dim {head_dim}, {str(dtype).removeprefix('torch.')}: {'sparse' if why is None else 'dense, ' + why}")
             if head_dim == HEAD_DIMS[-1]:
                 for op in registry.operations():
-                    candidates = ", ".join(f"{name} ({reason or 'can'})" for name, reason in registry.reasons(op, geometry).items())
-                    print(f"    {op}: {candidates}")
+                    print(_choice(op, registry.reasons(op, geometry)))
+    print(f"\nTriton: {_triton()}")
     print("\nOptional packages:")
     for name, purpose in OPTIONAL.items():
         print(f"  {name}: {_version(name)} ({purpose})")
     found = ", ".join(map(str, comfyui_folders()))
     print("\nComfyUI: " + (found or "none found (COMFYUI_PATH, ~/ComfyUI*); the nodes load wherever it runs"))
     return 0 if sparse else 1
+
+
+def _choice(op: str, reasons: dict[str, str | None]) -> str:
+    """What auto takes and what it would take next, and a line for each of the others."""
+    able = ", then ".join(name for name, reason in reasons.items() if reason is None) or "nothing"
+    return "\n".join([f"    {op}: {able}", *(f"      not {name}: {reason}" for name, reason in reasons.items() if reason)])
+
+
+def _triton() -> str:
+    """Triton's version and where it keeps compiled kernels, or why it does not load."""
+    try:
+        import triton
+
+        if hasattr(triton, "knobs"):
+            cache = triton.knobs.cache.dir
+        else:
+            cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        return f"{triton.__version__}, compiled kernels in {cache}"
+    except Exception as e:  # a broken installation can raise anything
+        return f"does not load ({type(e).__name__}: {e})"
 
 
 def _version(name: str) -> str:

@@ -171,10 +171,13 @@ def _select_keys(result: KeySelection, args: tuple, read: Read) -> Iterator[Find
         yield _unless(held == result.counts[b, h, g], "counts differ from the bits")
         reach = torch.linalg.vector_norm(queries, dim=1).amax() * torch.linalg.vector_norm(all_keys, dim=1).amax()
         slack = (MASS_TOLERANCE + 2 * LOGIT_STEP * abs(scale) * reach).clamp_max(0.5)
-        lightest = mass.masked_fill(~free, math.inf).amin()
+        total = total.clamp_min(torch.finfo(torch.float32).tiny)
+        lightest = mass.masked_fill(~free, math.inf).amin() + NEGLIGIBLE_MASS * total
         heaviest_left = mass.masked_fill(chosen | always, 0).amax()
-        yield Finding("a lighter key was selected before a heavier one", (1 - slack) * heaviest_left / (lightest + NEGLIGIBLE_MASS * total))
-        retained = (mass * chosen).sum() / total.clamp_min(torch.finfo(torch.float32).tiny)
+        # Without mass, equal: 0 / 0 would be NaN.
+        excess = torch.where(heaviest_left > 0, (1 - slack) * heaviest_left / lightest, 0.0)
+        yield Finding("a lighter key was selected before a heavier one", excess)
+        retained = (mass * chosen).sum() / total
         yield Finding("the retained mass differs from the definition", (result.retained[b, h, g] - retained).abs() / slack)
 
 

@@ -18,12 +18,13 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376
 
 @dataclass(frozen=True)
 class Report:
-    """Of one compiled kernel: registers per thread, spilled bytes (stack), shared memory in bytes, and its disassembly."""
+    """Of one compiled kernel: registers per thread, spilled bytes (stack), shared memory in bytes, its disassembly and PTX."""
 
     registers: int
     stack: int
     shared: int
     sass: str
+    ptx: str
 
     def count(self, pattern: str) -> int:
         """Instructions of the disassembly that match a regular expression, LDGSTS.*128 or HGMMA for example."""
@@ -54,4 +55,4 @@ def compile_for(target: int, kernel, signature: dict[str, str], constants: dict,
         usage = subprocess.check_output([tools / "cuobjdump", "--dump-resource-usage", cubin], text=True, stderr=subprocess.STDOUT)
         sass = subprocess.check_output([tools / "cuobjdump", "--dump-sass", cubin], text=True)
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Report(found["REG"], found["STACK"], made.metadata.shared, sass)
+    return Report(found["REG"], found["STACK"], made.metadata.shared, sass, made.asm["ptx"])
