@@ -57,7 +57,7 @@ class Choice:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, groups: QueryGroups, density: float,
-        cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...],
+        cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...], parameters: Launch | None = None,
     ) -> Choice:
         per_bit = GRANULARITIES[granularity]
         shape = (*q.shape[:2], groups.count)
@@ -68,7 +68,7 @@ class Choice:
         budget = _budget(density, cells, per_bit, kept, always)
         return cls(
             KeySelection(bits, counts, retained, granularity, cells), budget, None if always is None else always.to(torch.int8),
-            launch("heaviest", 64, Geometry.of(q, k).capability),
+            parameters or launch("heaviest", 64, Geometry.of(q, k).capability),
         )
 
     @property

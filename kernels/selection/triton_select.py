@@ -34,7 +34,7 @@ class Variant:
 PLAIN = Variant()
 INTERPRETED_DOT = tl.constexpr(INTERPRETED)  # the interpreter multiplies no bfloat16
 # What runs by card; the other variants are for benchmarks/bench_selection.py --tune.
-VARIANTS: dict[str, Variant] = {}
+VARIANTS = {"hopper": Variant(described=True)}
 
 
 def select_keys(
