@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import Launch, card, launch
 from ..shapes import GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
-from ..triton_support import INTERPRETED, NAME, fence, half, needs_fence, padded, why_not
+from ..triton_support import INTERPRETED, NAME, half, padded, why_not
 from .triton_heaviest import Choice, row_width, scratch_rows
 
 __all__ = ["NAME", "select_keys", "why_not"]
@@ -33,7 +33,8 @@ class Variant:
 
 PLAIN = Variant()
 INTERPRETED_DOT = tl.constexpr(INTERPRETED)  # the interpreter multiplies no bfloat16
-# What runs by card; the other variants are for benchmarks/bench_selection.py --tune.
+# What runs by card; the other variants are for benchmarks/bench_selection.py --tune. Hopper never gathers: before Triton 3.7 cp.async
+# is not fenced from wgmma (triton_support.needs_fence).
 VARIANTS = {"hopper": Variant(described=True)}
 
 
@@ -61,7 +62,6 @@ class Masses:
     keys: Tensor  # (width,) int32: tokens in cell order, or places in token order, padded
     scale: float
     variant: Variant
-    fenced: bool  # see triton_support.needs_fence; what a tensor descriptor loads needs none
     launch: Launch
 
     @classmethod
@@ -73,8 +73,8 @@ class Masses:
         capability = Geometry.of(q, k).capability
         parameters = parameters or launch("mass", padded(q.shape[3]), capability)
         variant = variant or VARIANTS.get(card(capability), PLAIN)
-        if variant.described and not _describable(k):
-            variant = PLAIN
+        if variant.described:
+            k = describable(k)
         length, width = k.shape[2], row_width(k.shape[2])
         if variant.described:
             keys = torch.arange(width, dtype=torch.int32, device=q.device)
@@ -83,8 +83,7 @@ class Masses:
             keys = torch.zeros(width, dtype=torch.int32, device=q.device)
             keys[:length] = cells.order
         members = groups.expanded(q.shape[0], q.shape[1])
-        fenced = needs_fence(capability) and not variant.described
-        return cls(q, k, lse.float().contiguous(), members, keys, scale * math.log2(math.e), variant, fenced, parameters)
+        return cls(q, k, lse.float().contiguous(), members, keys, scale * math.log2(math.e), variant, parameters)
 
     def compute(self, rows: range, out: Tensor) -> None:
         """Masses of some rows (len(rows), width) in cell order; columns past the keys become 0."""
@@ -95,13 +94,17 @@ class Masses:
             self.lse, self.members, self.keys, out,
             rows.start, q.shape[1], self.members.shape[2] // GROUP_SIZE, q.shape[2], k.shape[2], out.stride(0), self.scale,
             *q.stride()[:3], *k.stride()[:3], *self.members.stride()[:2],
-            q.shape[3], dim, tile, described, 0 if INTERPRETED else self.variant.polynomial, self.fenced, **self.launch.options,
+            q.shape[3], dim, tile, described, 0 if INTERPRETED else self.variant.polynomial, **self.launch.options,
         )  # fmt: skip
 
 
-def _describable(k: Tensor) -> bool:
-    """Whether k (B, H, S, D), last stride 1, is aligned as a tensor descriptor needs it."""
-    return k.data_ptr() % 16 == 0 and all(stride * k.element_size() % 16 == 0 for stride in k.stride()[:3])
+def describable(x: Tensor) -> Tensor:
+    """x (B, H, S, D), last stride 1, as it is where a tensor descriptor can be made of it, else a copy with aligned rows."""
+    unit = 16 // x.element_size()  # descriptors want 16-byte alignment of the first element and of every stride
+    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3]):
+        return x
+    rows = x.new_empty((*x.shape[:3], -(-x.shape[3] // unit) * unit))
+    return rows[..., : x.shape[3]].copy_(x)
 
 
 @triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
@@ -110,7 +113,6 @@ def mass_kernel(
     first_row, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
     q_batch, q_head, q_token, k_batch, k_head, k_token, members_batch, members_head,
     D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr, POLYNOMIAL: tl.constexpr,
-    FENCED: tl.constexpr,
 ):  # fmt: skip
     """Masses of all keys for one group a program.
 
@@ -138,8 +140,6 @@ def mass_kernel(
     for start in range(0, k_length, TILE):
         column = start + tl.arange(0, TILE)
         key = tl.load(keys + column)  # [TILE]
-        if FENCED:
-            fence(key)
         if DESCRIBED:  # rows and columns past the ends are 0
             tile = tl.reshape(k.load([b.to(tl.int32), h.to(tl.int32), start, 0]), (TILE, D_PADDED))
         elif D == D_PADDED:  # past the end key is 0, a row that exists

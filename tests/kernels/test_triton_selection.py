@@ -176,6 +176,16 @@ def test_rows_in_parts_are_the_rows(monkeypatch):
     assert torch.equal(whole.bits, parts.bits) and torch.equal(whole.retained, parts.retained)
 
 
+@pytest.mark.parametrize("head_dim, offset, copied", [(64, 0, False), (64, 3, True), (36, 0, True)])
+def test_descriptors_want_aligned_rows(head_dim, offset, copied):
+    """What is not aligned is copied, to the same numbers."""
+    x = torch.randn(2 * 3 * 50 * head_dim + offset).bfloat16()[offset:].view(2, 3, 50, head_dim)
+    same = triton_select.describable(x)
+    assert torch.equal(same, x) and (same.data_ptr() != x.data_ptr()) == copied
+    assert same.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in same.stride()[:3])
+    assert triton_select.describable(x[:, :1].expand(2, 3, 50, head_dim)).stride(1) > 0
+
+
 @pytest.mark.parametrize("variant", [{"described": True}, {"polynomial": 2}, {"polynomial": 4}])
 def test_variants_compute_the_same_masses(variant):
     """Within the polynomial's error; a descriptor past the ends of a head reads zeros and not the next memory."""
