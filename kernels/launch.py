@@ -25,9 +25,11 @@ class Launch(NamedTuple):
 # RTX 30, 40, 50, L4, L40).
 _CARDS = ("hopper", "wide", "narrow")
 _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
+    "pool": {(d, c): Launch(32, 4, 1) for d in (64, 128, 256) for c in _CARDS},
     "sparse": {(64, "hopper"): Launch(64, 8, 3, 128), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
     | {(128, "hopper"): Launch(64, 8, 3, 128), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
-    | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64), (256, "narrow"): Launch(16, 8, 2, queries=64)},
+    | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
+    | {(256, "narrow"): Launch(16, 8, 2, queries=64)},
     "mass": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 4, 3), (64, "narrow"): Launch(64, 4, 3)}
     | {(128, "hopper"): Launch(64, 4, 2), (128, "wide"): Launch(64, 4, 3), (128, "narrow"): Launch(64, 4, 3)}
     | {(256, "hopper"): Launch(64, 4, 3), (256, "wide"): Launch(64, 8, 3), (256, "narrow"): Launch(32, 8, 2)},

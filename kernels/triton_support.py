@@ -21,6 +21,17 @@ def needs_fence(capability: tuple[int, int] | None) -> bool:
     return not INTERPRETED and capability is not None and capability[0] == 9 and VERSION < (3, 7)
 
 
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def operand(x):
+    """x for tl.dot: as it is, but float32 in the interpreter, which multiplies no bfloat16."""
+    if _WIDEN:
+        x = x.to(tl.float32)
+    return x
+
+
 @triton.jit
 def fence(x):
     """Makes what cp.async wrote visible to wgmma. x: an int32 tensor that the same loop step loaded, so that the wait comes before.
@@ -30,7 +41,8 @@ def fence(x):
     """
     tl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; "
-        "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;",
+        "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; "
+        "mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;",
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], dtype=tl.int32, is_pure=False, pack=8,
     )  # fmt: skip
 
