@@ -24,7 +24,9 @@ NAME = "fa3"
 
 
 def why_not(geometry: Geometry) -> str | None:
-    return fused.why_not(geometry, since=(9, 0), until=(9, 0), dtypes=DTYPES)
+    if geometry.capability not in (None, (9, 0)):
+        return "is for Hopper (compute capability 9.0)"
+    return fused.why_not(geometry, dtypes=DTYPES)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -11,17 +11,19 @@ from ..shapes import Geometry
 
 
 def why_not(
-    geometry: Geometry, *, since: tuple[int, int] = (8, 0), until: tuple[int, int] | None = None, most_head_dim: int = 256,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    geometry: Geometry, *, since: tuple[int, int] = (8, 0), most_head_dim: int = 256, dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> str | None:
-    """None when the card, dtype and head dim fit. since, until: first and last compute capability."""
+    """None when the card (from compute capability `since` on), the dtype and the head dim fit."""
     if geometry.device_type != "cuda" or geometry.capability is None:
         return f"runs on NVIDIA GPUs, not on {geometry.device_type}"
-    if geometry.capability < since or (until and geometry.capability > until):
-        needed = "{}.{}".format(*since) + ("" if until == since else " or newer" if until is None else " to {}.{}".format(*until))
-        return f"needs compute capability {needed}, not {{}}.{{}}".format(*geometry.capability)
+    if geometry.capability < since:
+        return "needs compute capability {}.{} or newer, not {}.{}".format(*since, *geometry.capability)
     if geometry.dtype not in dtypes:
-        return f"takes {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {str(geometry.dtype).removeprefix('torch.')}"
+        return f"takes {', '.join(map(_name, dtypes))}, not {_name(geometry.dtype)}"
     if geometry.head_dim % 8 or geometry.head_dim > most_head_dim:
         return f"takes head dims that are multiples of 8 up to {most_head_dim}, not {geometry.head_dim}"
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
