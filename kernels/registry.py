@@ -80,7 +80,7 @@ _lock = Lock()
 # Of an exception text: the CUDA context is lost.
 _FINAL_ERRORS = (
     "illegal memory access", "illegal_address", "illegal instruction", "illegal_instruction", "misaligned address", "misaligned_address",
-    "launch failure", "launchfailure", "launch_failed", "launch timed out", "device-side assert", "invalid program counter", "uncorrectable",
+    "launch failure", "launchfailure", "launch_failed", "launch timed out", "device-side assert", "invalid program counter",
 )  # fmt: skip
 
 

@@ -7,15 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
-    from flash_attn_interface import flash_attn_func
-
-    DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-except ImportError:
-    from fa3_fwd_interface import flash_attn_func
-
-    DTYPES = (torch.float32, torch.bfloat16)
-
 from ..dtypes import half
 from ..shapes import Geometry
 from . import fused
@@ -26,10 +17,15 @@ NAME = "fa3"
 def why_not(geometry: Geometry) -> str | None:
     if geometry.capability not in (None, (9, 0)):
         return "is for Hopper (compute capability 9.0)"
-    return fused.why_not(geometry, dtypes=DTYPES)
+    lacking = fused.why_not(geometry)
+    if lacking or fused.flash_attn_func("flash_attn_interface")[0]:
+        return lacking
+    lacking = fused.flash_attn_func("fa3_fwd_interface")[1]
+    return lacking or ("the wheel fa3_fwd has no float16" if geometry.dtype == torch.float16 else None)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    function = fused.flash_attn_func("flash_attn_interface")[0] or fused.flash_attn_func("fa3_fwd_interface")[0]
     bshd = (half(t).transpose(1, 2) for t in (q, k, v))
-    out, lse = flash_attn_func(*bshd, softmax_scale=scale, return_attn_probs=True)
+    out, lse = function(*bshd, softmax_scale=scale, return_attn_probs=True)
     return out.transpose(1, 2).to(q.dtype), lse

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mc_sparse.kernels import Geometry, dense_attention, registry
-from mc_sparse.kernels.attention import cudnn, fa4, fused, torch_dense
+from mc_sparse.kernels.attention import cudnn, fa3, fa4, fused, torch_dense
 from mc_sparse.kernels.attention import reference as definition
 from mc_sparse.kernels.dtypes import half
 from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
@@ -28,7 +28,8 @@ def geometry(head_dim=64, dtype=torch.bfloat16, device="cuda", capability=(9, 0)
         (fused.why_not(geometry(264)), "takes head dims that are multiples of 8 up to 256, not 264"),
         (fused.why_not(geometry(capability=(7, 5))), "needs compute capability 8.0 or newer, not 7.5"),
         (fused.why_not(geometry(device="cpu", capability=None)), "runs on NVIDIA GPUs, not on cpu"),
-        (fused.why_not(geometry(dtype=torch.float16), dtypes=(torch.float32, torch.bfloat16)), "takes float32, bfloat16, not float16"),
+        (fused.why_not(geometry(dtype=torch.float64)), "takes float32, bfloat16 and float16, not float64"),
+        (fa3.why_not(geometry(capability=(10, 0))), "is for Hopper (compute capability 9.0)"),
         (fa4.why_not(geometry(capability=(8, 6))), "needs compute capability 9.0 or newer, not 8.6"),
         (fa4.why_not(geometry(256, capability=(10, 0))), "takes head dims that are multiples of 8 up to 128, not 256"),
         (torch_dense.why_not(geometry(256, torch.float32)), None),

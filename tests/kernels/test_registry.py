@@ -145,7 +145,7 @@ def test_a_missing_module_of_our_own_is_a_bug():
 @pytest.mark.parametrize(
     "geometry, reason",
     [
-        (Geometry(1, 1, 9, 9, 64, torch.float64, "cuda", (9, 0)), "takes float32, bfloat16, float16"),
+        (Geometry(1, 1, 9, 9, 64, torch.float64, "cuda", (9, 0)), "takes float32, bfloat16 and float16"),
         (Geometry(1, 1, 9, 9, 60, torch.float16, "cuda", (9, 0)), "multiples of 8"),
         (Geometry(1, 1, 9, 9, 64, torch.float16, "cuda", (7, 5)), "compute capability 8.0"),
         (Geometry(1, 1, 9, 9, 64, torch.float16, "mps"), "on mps"),
