@@ -6,6 +6,7 @@ every node ascend at every level. The nodes of a level follow from S alone, so p
 
 Levels of large nodes take four kernels, with several programs to a node. There the direction comes from a sample of the rows.
 Levels of nodes of up to FUSED_ROWS take one kernel with one program to a node, which finds its rows in L2 on the second reading.
+Head dims above 128, whose Gram matrix fits no program's registers, are slow: they take that kernel at every level.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import triton_support
-from ..launch import Launch, launch
+from ..launch import launch
 from ..shapes import GROUP_SIZE, Geometry, QueryGroups, ceil_div
 from .reference import POWER_ITERATIONS
 
@@ -60,27 +61,34 @@ def _split_level(q: Tensor, order: Tensor, out: Tensor, keys: Tensor, level: int
     source = (q, *q.stride()[:3], heads, dim)
     shape = {"D": padded, "EXACT": dim == padded, "C": GROUP_SIZE}
 
-    def parameters(kernel: str) -> tuple[int, dict[str, int]]:
-        chosen: Launch = launch(kernel, padded, capability)
-        return chosen.tile, {"num_warps": chosen.warps, "num_stages": chosen.stages}
-
-    if most <= FUSED_ROWS:
-        tile, options = parameters("pddp_split")
-        _split[(rows * nodes,)](*source, order, out, keys, *tree, TILE=tile, KEYS=_KEYS, ITERATIONS=POWER_ITERATIONS, **shape, **options)
+    if most <= FUSED_ROWS or padded > 128:
+        constants, options = parameters("split", padded, capability)
+        _split[(rows * nodes,)](*source, order, out, keys, *tree, **shape, **constants, **options)
         return
     parts = min(ceil_div(_MOMENT_PROGRAMS, rows * nodes), SAMPLED_ROWS // 256 or 1)
     gram = torch.empty(rows * nodes, parts, padded, padded, dtype=torch.float32, device=q.device)
     total = torch.empty(rows * nodes, parts, padded, dtype=torch.float32, device=q.device)
     axis = torch.empty(rows * nodes, 2, padded, dtype=torch.float32, device=q.device)  # mean and direction
     sample = (parts, SAMPLED_ROWS)
-    tile, options = parameters("pddp_moments")
-    _moments[(rows * nodes, parts)](*source, order, gram, total, *tree, *sample, TILE=tile, **shape, **options)
-    tile, options = parameters("pddp_direction")
-    _direction[(rows * nodes,)](*source, order, gram, total, axis, *tree, *sample, ITERATIONS=POWER_ITERATIONS, **shape, **options)
-    tile, options = parameters("pddp_project")
-    _project[(rows * nodes, ceil_div(most, tile))](*source, order, axis, keys, *tree, TILE=tile, **shape, **options)
-    tile, options = parameters("pddp_partition")
-    _partition[(rows * nodes,)](order, out, keys, *tree, TILE=tile, C=GROUP_SIZE, **options)
+    constants, options = parameters("moments", padded, capability)
+    _moments[(rows * nodes, parts)](*source, order, gram, total, *tree, *sample, **shape, **constants, **options)
+    constants, options = parameters("direction", padded, capability)
+    _direction[(rows * nodes,)](*source, order, gram, total, axis, *tree, *sample, **shape, **constants, **options)
+    constants, options = parameters("project", padded, capability)
+    _project[(rows * nodes, ceil_div(most, constants["TILE"]))](*source, order, axis, keys, *tree, **shape, **constants, **options)
+    constants, options = parameters("partition", padded, capability)
+    _partition[(rows * nodes,)](order, out, keys, *tree, C=GROUP_SIZE, **constants, **options)
+
+
+def parameters(kernel: str, padded: int, capability: tuple[int, int] | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants of a kernel beside its shape, and its launch options."""
+    chosen = launch(f"pddp_{kernel}", padded, capability)
+    constants = {} if kernel == "direction" else {"TILE": chosen.tile}
+    if kernel in ("direction", "split"):
+        constants["ITERATIONS"] = POWER_ITERATIONS
+    if kernel == "split":
+        constants |= {"KEYS": _KEYS, "STAGES": chosen.stages}
+    return constants, chosen.options
 
 
 # What the kernels share. A program of a level's grid belongs to one node of one row: program = row * 2**level + node.
@@ -133,7 +141,8 @@ def _scatter(head, stride, dim, order, n, first, stop, sampled, shift, D: tl.con
     SAMPLE: the rows are points of a golden-ratio sequence over the node, `sampled` in all: no period of the data is met.
     """
     gram = tl.zeros((D, D), tl.float32)
-    total = tl.zeros((TILE, D), tl.float32)
+    total = tl.zeros((D, 16), tl.float32)  # 16 times the sum: a product with ones takes fewer registers than adding
+    ones = tl.full((TILE, 16), 1.0, _OPERAND)
     for at in range(first, stop, TILE):
         places = at + tl.arange(0, TILE)
         live = places < stop
@@ -143,8 +152,8 @@ def _scatter(head, stride, dim, order, n, first, stop, sampled, shift, D: tl.con
         x = _rows(head, stride, dim, tokens, live, D, EXACT)
         x = tl.where(live[:, None], x - shift[None, :], 0.0).to(tl.bfloat16)
         gram = tl.dot(tl.trans(x).to(_OPERAND), x.to(_OPERAND), gram)
-        total += x.to(tl.float32)
-    return gram, tl.sum(total, 0)
+        total = tl.dot(tl.trans(x).to(_OPERAND), ones, total)
+    return gram, tl.max(total, 1)
 
 
 @triton.jit
@@ -157,7 +166,7 @@ def _principal(gram, total, count, D: tl.constexpr, ITERATIONS: tl.constexpr):
     largest = tl.argmax(diagonal, 0)
     # Divided by its trace, the largest eigenvalue is in 1/D..1: eight products cannot leave the range of float32.
     gram /= tl.maximum(tl.sum(diagonal, 0), TINY)
-    direction = tl.sum(tl.where(i[:, None] == largest, gram, 0.0), 0)
+    direction = tl.sum(tl.where(i[None, :] == largest, gram, 0.0), 1)
     for _ in range(ITERATIONS // 8):
         for _ in range(8):
             direction = tl.sum(gram * direction[None, :], 1)
@@ -284,7 +293,7 @@ def _partition(order, out, keys, level, length, width, C: tl.constexpr, TILE: tl
 @triton.jit(do_not_specialize=["heads", "dim", "level", "length", "width"])
 def _split(q, stride_b, stride_h, stride_s, heads, dim, order, out, keys, level, length, width,
            D: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr, ITERATIONS: tl.constexpr, TILE: tl.constexpr,
-           KEYS: tl.constexpr):  # fmt: skip
+           KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """All of it for one node: order (rows, G*C) into out. A node of up to C tokens is copied."""
     row, start, n = _node(level, length, C)
     here = row * width + start
@@ -298,9 +307,9 @@ def _split(q, stride_b, stride_h, stride_s, heads, dim, order, out, keys, level,
         head = _head(q, stride_b, stride_h, heads, row)
         shift = _shift(head, stride_s, dim, order, n, D, EXACT)
         gram, total = _scatter(head, stride_s, dim, order, n, 0, n, n, shift, D, EXACT, TILE, False)
-        direction = _principal(gram, total, n, D, ITERATIONS)
         mean = shift + total / n
-        for first in range(0, n, TILE):
+        direction = _principal(gram, total, n, D, ITERATIONS)
+        for first in tl.range(0, n, TILE, num_stages=STAGES):
             _project_rows(head, stride_s, dim, order, keys, first, n, mean, direction, D, EXACT, TILE)
         tl.debug_barrier()  # the keys that other threads wrote
         _cut(order, out, keys, n, (n + C - 1) // C // 2 * C, KEYS)

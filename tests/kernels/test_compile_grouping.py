@@ -2,7 +2,6 @@
 import pytest
 
 from mc_sparse.kernels.grouping import triton_pddp
-from mc_sparse.kernels.launch import launch
 from mc_sparse.kernels.triton_compile import SHARED_LIMIT, TARGETS, compile_for
 from mc_sparse.kernels.triton_support import INTERPRETED
 
@@ -16,15 +15,11 @@ KERNELS = ("moments", "direction", "project", "partition", "split")
 def compiled(name: str, target: int, head_dim: int):
     """Report of kernel `name` as it is launched for contiguous bfloat16 queries of head_dim on sm_<target>."""
     kernel = getattr(triton_pddp, f"_{name}")
-    chosen = launch(f"pddp_{name}", head_dim, divmod(target, 10))
-    values = {
-        "D": head_dim, "EXACT": True, "C": triton_pddp.GROUP_SIZE, "TILE": chosen.tile, "KEYS": triton_pddp._KEYS,
-        "ITERATIONS": triton_pddp.POWER_ITERATIONS,
-    }  # fmt: skip
-    constants = {k: v for k, v in values.items() if k in kernel.arg_names}
+    constants, options = triton_pddp.parameters(name, head_dim, divmod(target, 10))
+    constants |= {"C": triton_pddp.GROUP_SIZE} | ({"D": head_dim, "EXACT": True} if "D" in kernel.arg_names else {})
     signature = {k: "i32" for k in kernel.arg_names if k not in constants}
     signature |= {k: f"{v}:16" for k, v in POINTERS.items() if k in signature} | {k: "i32:16" for k in STRIDES if k in signature}
-    return compile_for(target, kernel, signature, constants, chosen.warps, chosen.stages)
+    return compile_for(target, kernel, signature, constants, options.pop("num_warps"), options.pop("num_stages"), **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
