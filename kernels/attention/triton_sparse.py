@@ -21,8 +21,8 @@ from ..launch import launch
 from ..residual import Residual
 from ..residual.reference import INT2_INNER, INT2_OUTER, rank_of
 from ..selection.bits import unselected_in_cells
-from ..shapes import CELL_SIZES, GRANULARITIES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
-from ..triton_support import NAME, fence, half, needs_fence, operand, padded, why_not
+from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
+from ..triton_support import INTERPRETED, NAME, fence, half, needs_fence, operand, padded, why_not
 
 __all__ = ["NAME", "token_sparse_attention", "why_not"]
 
@@ -32,7 +32,8 @@ INNER, OUTER = tl.constexpr(INT2_INNER), tl.constexpr(INT2_OUTER)
 EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "difference": 6}
 # Bytes for the rows and row numbers of the heads that are computed together.
 SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 64, 128 << 20, 3 << 29
-EXPAND_BLOCK, LAY_OUT_BLOCK = 1024, 64
+EXPAND_BLOCK, EXPAND_WORDS, LAY_OUT_BLOCK = 1024, 64, 64
+ASSEMBLY = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["length", "cells", "first"], do_not_specialize_on_alignment=["order"])
@@ -40,9 +41,9 @@ def lay_out(
     x, pooled, order, rows, x_h, x_s, pooled_h, pooled_s, length, cells, first, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """rows (heads of this launch, S + cells, BLOCK_D): x (H, S, D) in cell order, then pooled (H, cells, D); columns past D are 0."""
-    here = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0).to(tl.int64)  # heads vary fastest: their rows are neighbours where the model keeps (B, S, H, D)
     h = first + here
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
     column = (d < D)[None, :]
     token = tl.load(order + place, mask=place < length, other=0)
@@ -53,33 +54,64 @@ def lay_out(
     tl.store(rows + (here * (length + cells) + place)[:, None] * BLOCK_D + d[None, :], row, mask=(place < length + cells)[:, None])
 
 
-@triton.jit(do_not_specialize=["words", "length", "cells", "shift"], do_not_specialize_on_alignment=["bits", "bias"])
-def expand(bits, numbers, bias, words, length, wide, cells, shift, TAIL: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _words(bits, word, length, CELLS: tl.constexpr):
+    """32 selection bits, one per key, for each of `word`; of keys past the end 0."""
+    left = length - word * 32
+    if CELLS:
+        one = tl.load(bits + (word >> 5), mask=left > 0, other=0) >> (word & 31) & 1
+        return -one & tl.where(left < 32, (1 << (left & 31)) - 1, -1)
+    return tl.load(bits + word, mask=left > 0, other=0)
+
+
+@triton.jit
+def _popcount(x):
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x += x >> 8
+    return (x + (x >> 16)) & 0x3F
+
+
+@triton.jit(do_not_specialize=["bits_row", "length", "cells"], do_not_specialize_on_alignment=["bits", "before", "bias"])
+def expand(
+    bits, before, numbers, bias, bits_row, length, wide, cells,
+    CELLS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """One row (h, g): the places of its selected keys, ascending, then length + 0..cells-1, then 0; log2 of each cell's unselected keys.
 
-    bits (rows, words), numbers (rows, wide) int32, bias (rows, cells) float32. shift: log2 of the keys per bit.
+    bits (rows, bits_row), a bit per key or per cell of 32 (CELLS); numbers (rows, wide) int32, bias (rows, cells) float32;
+    before (rows, ceil(length / 32)) int32: scratch, the selected keys before each 32.
     """
     row = tl.program_id(0).to(tl.int64)
-    bits += row * words
+    words = (length + 31) // 32
+    bits += row * bits_row
+    before += row * words
     numbers += row * wide
     bias += row * cells
-    lane = tl.arange(0, BLOCK)
     found = 0
-    for first in range(0, length, BLOCK):
-        place = first + lane
-        unit = place >> shift
-        word = tl.load(bits + (unit >> 5), mask=place < length, other=0)
-        chosen = tl.where(place < length, (word >> (unit & 31)) & 1, 0)
-        at = found + tl.cumsum(chosen, 0) - chosen
-        tl.store(numbers + at, place, mask=chosen != 0)
+    for first in range(0, words, BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        chosen = _popcount(_words(bits, word, length, CELLS))
+        tl.store(before + word, found + tl.cumsum(chosen, 0) - chosen, mask=word < words)
         found += tl.sum(chosen, 0)
         if TAIL:
-            cell = first // TAIL + tl.arange(0, BLOCK // TAIL)
-            left = tl.sum(tl.reshape((place < length).to(tl.int32) - chosen, (BLOCK // TAIL, TAIL)), 1)
+            left = tl.maximum(tl.minimum(length - word * 32, 32), 0) - chosen
+            cell = first // (TAIL // 32) + tl.arange(0, BLOCK // (TAIL // 32))
+            left = tl.sum(tl.reshape(left, (BLOCK // (TAIL // 32), TAIL // 32)), 1)
             tl.store(bias + cell, tl.log2(left.to(tl.float32)), mask=cell < cells)  # log2 0 = -inf: the cell drops out
     for first in range(0, wide - found, BLOCK):
-        after = first + lane
+        after = first + tl.arange(0, BLOCK)
         tl.store(numbers + found + after, tl.where(after < cells, length + after, 0), mask=found + after < wide)
+    tl.debug_barrier()
+    for first in range(0, words, WORDS):
+        word = first + tl.arange(0, WORDS)
+        bit = tl.arange(0, 32)[None, :]
+        mask = _words(bits, word, length, CELLS)[:, None]
+        at = tl.load(before + word, mask=word < words, other=0)[:, None] + _popcount(mask & ((1 << bit) - 1))
+        tl.store(numbers + at, word[:, None] * 32 + bit, mask=((mask >> bit) & 1) != 0)
 
 
 @triton.jit
@@ -237,7 +269,7 @@ def token_sparse_attention(
     tail_k, tail_v = (None, None) if tail is None else (half(tail.k), half(tail.v))
     wide = ceil_div(selection.most + cells + how.tile, 16) * 16
     parts = GROUP_SIZE // how.queries
-    per_head = 4 * groups.count * (wide + cells + parts) + 4 * (keys + cells) * block_d
+    per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32)) + 4 * (keys + cells) * block_d
     for b in range(batch):
         for some in _heads_at_once(heads, per_head, device):
             rows = [_laid_out(x, pooled, selection, b, some, block_d) for x, pooled in ((k, tail_k), (v, tail_v))]
@@ -283,7 +315,7 @@ def _laid_out(x: Tensor, pooled: Tensor | None, selection: KeySelection, b: int,
     cells = 0 if pooled is None else pooled.shape[2]
     x, pooled = x[b], (x if pooled is None else pooled)[b]
     rows = x.new_empty(heads, length + cells, width)
-    lay_out[(ceil_div(length + cells, LAY_OUT_BLOCK), heads)](
+    lay_out[(heads, ceil_div(length + cells, LAY_OUT_BLOCK))](
         x, pooled, selection.cells.order, rows, x.stride(0), x.stride(1), pooled.stride(0), pooled.stride(1), length, cells, some.start,
         D=dim, BLOCK_D=width, BLOCK=LAY_OUT_BLOCK,
     )  # fmt: skip
@@ -296,11 +328,12 @@ def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int
     heads, groups, words = bits.shape
     cells = 0 if size is None else ceil_div(len(selection.cells), size)
     numbers = bits.new_empty(heads, groups, wide)
+    before = bits.new_empty(heads, groups, ceil_div(len(selection.cells), 32))
     bias = torch.empty((heads, groups, cells), dtype=torch.float32, device=bits.device)
     usual = size in CELL_SIZES
     expand[(heads * groups,)](
-        bits, numbers, bias, words, len(selection.cells), wide, cells, GRANULARITIES[selection.granularity].bit_length() - 1,
-        TAIL=size if usual else 0, BLOCK=EXPAND_BLOCK,
+        bits, before, numbers, bias, words, len(selection.cells), wide, cells,
+        CELLS=selection.granularity == "cell32", TAIL=size if usual else 0, BLOCK=EXPAND_BLOCK, WORDS=EXPAND_WORDS,
     )  # fmt: skip
     if size is not None and not usual:
         for i, h in enumerate(range(some.start, some.stop)):
