@@ -8,12 +8,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import triton_support
 from ..launch import Launch, card, launch
 from ..shapes import GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
-from ..triton_support import INTERPRETED, NAME, half, padded, why_not
+from ..triton_support import INTERPRETED, NAME, half, operand, padded
 from .triton_heaviest import Choice, row_width, scratch_rows
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
 
 __all__ = ["NAME", "select_keys", "why_not"]
 
@@ -32,10 +37,15 @@ class Variant:
 
 
 PLAIN = Variant()
-INTERPRETED_DOT = tl.constexpr(INTERPRETED)  # the interpreter multiplies no bfloat16
 # What runs by card; the other variants are for benchmarks/bench_selection.py --tune. Hopper never gathers: before Triton 3.7 cp.async
 # is not fenced from wgmma (triton_support.needs_fence).
 VARIANTS = {"hopper": Variant(described=True)}
+
+
+def why_not(geometry: Geometry) -> str | None:
+    if TensorDescriptor is None and VARIANTS.get(card(geometry.capability), PLAIN).described:
+        return f"needs Triton 3.4 or newer on this card, this is {triton.__version__}"
+    return triton_support.why_not(geometry)
 
 
 def select_keys(
@@ -75,14 +85,8 @@ class Masses:
         variant = variant or VARIANTS.get(card(capability), PLAIN)
         if variant.described:
             k = describable(k)
-        length, width = k.shape[2], row_width(k.shape[2])
-        if variant.described:
-            keys = torch.arange(width, dtype=torch.int32, device=q.device)
-            keys[:length] = cells.place
-        else:
-            keys = torch.zeros(width, dtype=torch.int32, device=q.device)
-            keys[:length] = cells.order
         members = groups.expanded(q.shape[0], q.shape[1])
+        keys = key_numbers(cells, variant.described)
         return cls(q, k, lse.float().contiguous(), members, keys, scale * math.log2(math.e), variant, parameters)
 
     def compute(self, rows: range, out: Tensor) -> None:
@@ -98,6 +102,14 @@ class Masses:
         )  # fmt: skip
 
 
+def key_numbers(cells: CellOrder, described: bool) -> Tensor:
+    """(row_width,) int32: the token at each place, then 0, a row that exists; described: the place of each token, then on as the tokens."""
+    width = row_width(len(cells))
+    numbers = torch.arange(width, dtype=torch.int32, device=cells.order.device) if described else cells.order.new_zeros(width).int()
+    numbers[: len(cells)] = cells.place if described else cells.order
+    return numbers
+
+
 def describable(x: Tensor) -> Tensor:
     """x (B, H, S, D), last stride 1, as it is where a tensor descriptor can be made of it, else a copy with aligned rows."""
     unit = 16 // x.element_size()  # descriptors want 16-byte alignment of the first element and of every stride
@@ -105,6 +117,27 @@ def describable(x: Tensor) -> Tensor:
         return x
     rows = x.new_empty((*x.shape[:3], -(-x.shape[3] // unit) * unit))
     return rows[..., : x.shape[3]].copy_(x)
+
+
+@triton.jit
+def load_queries(q, at, live, q_token, D: tl.constexpr, D_PADDED: tl.constexpr):
+    """The group's rows of one head's q, [128, D_PADDED]; 0 past D and in rows that are not live."""
+    d = tl.arange(0, D_PADDED)
+    mask = live[:, None] if D == D_PADDED else live[:, None] & (d < D)[None, :]
+    return tl.load(q + at[:, None] * q_token + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(x, b, h, start, key, x_token, D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr):
+    """TILE rows of k or v, [TILE, D_PADDED], 0 past D: by descriptor the tokens from `start` on, else the rows `key` of the head x."""
+    d = tl.arange(0, D_PADDED)
+    if DESCRIBED:
+        tile = tl.reshape(x.load([b.to(tl.int32), h.to(tl.int32), start, 0]), (TILE, D_PADDED))
+    elif D == D_PADDED:
+        tile = tl.load(x + key.to(tl.int64)[:, None] * x_token + d[None, :])
+    else:
+        tile = tl.load(x + key.to(tl.int64)[:, None] * x_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
@@ -123,14 +156,10 @@ def mass_kernel(
     head = row // groups
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    d = tl.arange(0, D_PADDED)
-
     token = tl.load(members + b * members_batch + h * members_head + row % groups * 128 + tl.arange(0, 128))  # [128], -1: none
     live = token >= 0
     at = tl.where(live, token, 0).to(tl.int64)
-    q_mask = live[:, None] if D == D_PADDED else live[:, None] & (d < D)[None, :]
-    queries = tl.load(q + b * q_batch + h * q_head + at[:, None] * q_token + d[None, :], mask=q_mask, other=0.0)  # [128, D]
-    queries = tl.trans(queries.to(tl.float32) if INTERPRETED_DOT else queries)
+    queries = tl.trans(operand(load_queries(q + b * q_batch + h * q_head, at, live, q_token, D, D_PADDED)))
     shift = tl.load(lse + head.to(tl.int64) * q_length + at) * 1.4426950408889634
     shift = tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: these queries add no mass
 
@@ -140,15 +169,8 @@ def mass_kernel(
     for start in range(0, k_length, TILE):
         column = start + tl.arange(0, TILE)
         key = tl.load(keys + column)  # [TILE]
-        if DESCRIBED:  # rows and columns past the ends are 0
-            tile = tl.reshape(k.load([b.to(tl.int32), h.to(tl.int32), start, 0]), (TILE, D_PADDED))
-        elif D == D_PADDED:  # past the end key is 0, a row that exists
-            tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :])  # [TILE, D]
-        else:
-            tile = tl.load(k + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=(d < D)[None, :], other=0.0)
-        if INTERPRETED_DOT:
-            tile = tile.to(tl.float32)
-        exponents = tl.dot(tile, queries) * scale - shift[None, :]  # [TILE, 128]
+        tile = load_tile(k, b, h, start, key, k_token, D, D_PADDED, TILE, DESCRIBED)
+        exponents = tl.dot(operand(tile), queries) * scale - shift[None, :]  # [TILE, 128]
         if POLYNOMIAL == 0:
             total = tl.sum(tl.exp2(exponents), 1)
         else:

@@ -6,7 +6,7 @@ from mc_sparse.kernels.triton_support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
 triton_compile = pytest.importorskip("mc_sparse.kernels.triton_compile")
-from mc_sparse.kernels.selection import triton_heaviest, triton_select  # noqa: E402
+from mc_sparse.kernels.selection import triton_heaviest, triton_lagged, triton_select  # noqa: E402
 
 STRIDES = ("q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token", "members_batch", "members_head")
 CAPABILITY = {target: divmod(target, 10) for target in triton_compile.TARGETS}
@@ -60,3 +60,26 @@ def test_heaviest(target, per_bit, kept):
     signature = {name: f"*{kind}:16" for name, kind in pointers.items()} | numbers
     report = triton_compile.compile_for(target, triton_heaviest.heaviest_kernel, signature, constants, chosen.warps, chosen.stages)
     assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("target", triton_compile.TARGETS)
+def test_lagged(target, head_dim):
+    """The pass that computes output and masses, and the rare one that corrects an lse, neither with spills."""
+    chosen = launch("lagged", head_dim, CAPABILITY[target])
+    described = target == 90
+    pointers = dict(q="bf16", k="bf16", v="bf16", weights="fp32", members="i32", keys="i32", mass="fp32", out="bf16", lse="fp32", far="i8")
+    signature = {name: f"*{kind}:16" for name, kind in pointers.items()}
+    if described:
+        signature["k"] = signature["v"] = f"tensordesc<bf16[1, 1, {chosen.tile}, {head_dim}]>"
+    signature |= dict.fromkeys(("first_row", "heads", "groups", "q_length", "k_length"), "i32") | {"width": "i32:16", "scale": "fp32"}
+    signature |= dict.fromkeys((*STRIDES, "v_batch", "v_head", "v_token", "out_batch", "out_head", "out_token"), "i32:16")
+    constants = {"D": head_dim, "D_PADDED": head_dim, "TILE": chosen.tile, "DESCRIBED": described}
+    attend = {"LIFT": 0, "AGAIN": True, "out_column": 1}
+    kernels = {triton_lagged.lagged_kernel: constants | attend, triton_lagged.correct_kernel: constants | {"REACH": 60}}
+    for kernel, values in kernels.items():
+        types = {name: signature[name] for name in kernel.arg_names if name in signature}
+        report = triton_compile.compile_for(target, kernel, types, values, chosen.warps, chosen.stages)
+        assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
+        assert report.count("HGMMA" if described else "HMMA") > 0
+        assert report.count("UTMALDG" if described else r"LDGSTS\S*128") > 0

@@ -6,8 +6,8 @@ import torch
 
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
 from mc_sparse.kernels import launch as launch_table
-from mc_sparse.kernels.selection import triton_heaviest, triton_select
-from mc_sparse.kernels.testing import KINDS, make_qkv
+from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
+from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
 from mc_sparse.kernels.triton_support import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -30,14 +30,14 @@ def inputs(q_length=300, k_length=300, head_dim=16, batch=1, heads=2, kind="rand
     return q, k, lse, group_queries(q.cpu()), cells
 
 
-def compare(definition, q, k, lse, groups, cells, tolerance=1e-4, **arguments):
-    """Selects by Triton and by the reference; returns both and the tokens, on the CPU, after checking what must hold.
+def compare(definition, q, k, lse, groups, cells, tolerance=1e-4, mine=None, **arguments):
+    """Selects by Triton (unless `mine` is given) and by the reference; returns both and the tokens, on the CPU, after checks.
 
     Equal: counts, kept keys, the number of selected units. Retained mass within the tolerance. Units that only one of them
     selected have masses within the tolerance of the lightest selected one, for the float sums differ in their last digits.
     """
     groups = type(groups)(groups.order.to(DEVICE), groups.length)
-    mine = select_keys(q, k, lse, groups, cells=cells, backend="triton", **arguments)
+    mine = mine or select_keys(q, k, lse, groups, cells=cells, backend="triton", **arguments)
     q, k, lse = q.cpu(), k.cpu(), lse.cpu()
     groups, cells = type(groups)(groups.order.cpu(), groups.length), cells.to("cpu")
     reference = select_keys(q, k, lse, groups, cells=cells, backend="reference", **arguments)
@@ -201,3 +201,40 @@ def test_variants_compute_the_same_masses(variant):
         out.append(rows)
     assert bool((out[0][:, :170] > 0).all()) and bool((out[0][:, 192:].isnan()).all())
     torch.testing.assert_close(out[1][:, :192], out[0][:, :192], rtol=2e-4, atol=0)
+
+
+def lagged(definition, q, k, v, lse_before, groups, cells, **arguments):
+    """select_keys_lagged by Triton against dense attention and the exact selection with that lse, in the reference."""
+    groups = type(groups)(groups.order.to(DEVICE), groups.length)
+    out, lse, mine = select_keys_lagged(q, k, v, lse_before, groups, cells=cells, **arguments)
+    q, k, v, lse_before = (x.cpu() for x in (q, k, v, lse_before))
+    scale = arguments.get("scale")
+    exact, exact_lse = dense_attention(q.float(), k.float(), v.float(), scale=scale, backend="reference")
+    assert_no_worse_than(out.cpu(), exact, dense_attention(q, k, v, scale=scale, backend="reference")[0])
+    torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-5, atol=1e-4)
+    return mine, exact_lse
+
+
+@pytest.mark.parametrize(
+    "q_length, k_length, head_dim, layout", [(1, 1, 16, "bhsd"), (129, 500, 40, "bshd"), (300, 129, 64, "bshd"), (200, 192, 16, "bhsd")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lagged_selection_is_the_selection_with_an_old_lse(q_length, k_length, head_dim, layout, dtype, definition):
+    q, k, lse, groups, cells = inputs(q_length, k_length, head_dim, batch=2, dtype=dtype, layout=layout, nan_slack=2, kind="clustered")
+    v = make_qkv(2, 2, k_length, head_dim, dtype=dtype, device=DEVICE, layout=layout, nan_slack=2)[2]
+    before = lse + torch.randn(lse.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    mine, _ = lagged(definition, q, k, v, before, groups, cells, density=0.4)
+    compare(definition, q, k, before, groups, cells, density=0.4, mine=mine)
+
+
+@pytest.mark.parametrize("dtype, far", [(torch.bfloat16, 60.0), (torch.float16, 6.0)])
+def test_lagged_where_the_old_lse_is_far_off(dtype, far, definition):
+    """Too far for the dtype's range, infinite or NaN: those queries count with their own lse, the others of their group do not."""
+    q, k, lse, groups, cells = inputs(300, 200, 16, dtype=dtype)
+    v = make_qkv(1, 2, 200, 16, dtype=dtype, device=DEVICE)[2]
+    before, weights = lse + 1, lse + 1
+    for token, off in ((0, far), (3, -far), (10, math.inf), (11, -math.inf), (12, math.nan), (13, 1000.0), (14, -1000.0)):
+        before[:, :, token] = lse[:, :, token] + off
+        weights[:, :, token] = lse[:, :, token]
+    mine, _ = lagged(definition, q, k, v, before, groups, cells, density=0.4)
+    compare(definition, q, k, weights, groups, cells, density=0.4, mine=mine)
