@@ -4,6 +4,7 @@
 
 Correct first: the keys of sampled groups are compared with those of masses computed in float32 by PyTorch. `agreement` is the
 share of the selected keys that both have; `worst_exchange` how far from the threshold mass, relative to it, an exchanged key lies.
+Of the lagged selection, which computes the dense output too, `recall` is the share of the exact selection's keys that it has.
 """
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ import torch
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
 from mc_sparse.kernels.launch import Launch
 from mc_sparse.kernels.registry import BackendUnavailable
-from mc_sparse.kernels.selection import triton_heaviest, triton_select
+from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_lagged, triton_select
+from mc_sparse.kernels.selection.bits import popcount
 from mc_sparse.kernels.shapes import GROUP_SIZE
 from mc_sparse.kernels.testing import make_qkv
 
@@ -26,6 +28,7 @@ SIZES = ((40, 75600, 128), (40, 32760, 128), (16, 32768, 64))
 GRIDS = {75600: (21, 45, 80), 32760: (21, 30, 52), 32768: (32, 32, 32)}
 DENSITY = 0.15
 LEAST_AGREEMENT = 0.995
+OLDER_NOISE = 0.05  # the step that the lagged lse is from had q and k with this much more noise, of their standard deviation
 SLOW_HEADS = 2  # of a baseline too slow for all heads
 
 
@@ -82,6 +85,12 @@ def agreement(selection, q, k, lse, groups, samples: int = 8) -> tuple[float, fl
     return common / total, worst
 
 
+def recall(selection, exact) -> float:
+    """Share of the keys of `exact` that `selection` has too."""
+    common = sum(int(popcount(a & b).sum()) for a, b in zip(selection.bits.flatten(0, 1), exact.bits.flatten(0, 1), strict=True))
+    return common / int(exact.counts.sum())
+
+
 def dense_case(q, k, v):
     """(name, call, heads) of dense attention as fast as this machine has it: FA3, else the fastest of PyTorch's."""
     try:
@@ -129,6 +138,22 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
         cases[granularity] = case
         rows.append((granularity, row))
 
+    before = dense_attention(noisy(q, OLDER_NOISE), noisy(k, OLDER_NOISE), v)[1]
+
+    def lagged():
+        return select_keys_lagged(q, k, v, before, groups, density=DENSITY, cells=cells)
+
+    row = {"backend": "triton", "mode": "lagged", **about, "granularity": "token", "older_noise": OLDER_NOISE}
+    out, lagged_lse, selection = lagged()
+    row["recall"] = recall(selection, cases["token"]())
+    row["output_error"] = harness.relative_error(out[:, :2], dense_attention(q[:, :2], k[:, :2], v[:, :2])[0])
+    row["lse_error"] = float((lagged_lse - lse).abs().max())
+    assert row["output_error"] < 0.01 and row["lse_error"] < 0.01, row
+    del out, lagged_lse, selection
+    row["peak_bytes"] = harness.peak_extra(lagged)
+    cases["lagged"] = lagged
+    rows.append(("lagged", row))
+
     dense_name, dense = dense_case(q, k, v)
     cases[dense_name] = dense
     colreduce = None if quick else colreduce_case(q, k, groups)
@@ -145,8 +170,8 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
     return out
 
 
-def tune(seconds: float = 100) -> list[dict]:
-    """Times the two kernels apart over their launch parameters and variants, at 8 heads of the largest size."""
+def tune(seconds: float = 75) -> list[dict]:
+    """Times the kernels apart over their launch parameters and variants, at 8 heads of the largest size; most of it is compiling."""
     heads, length, head_dim = 8, 75600, 128
     q, k, v = make_inputs(heads, length, head_dim, "clustered")
     cells = cell_order(GRIDS[length]).to("cuda")
@@ -162,8 +187,8 @@ def tune(seconds: float = 100) -> list[dict]:
     launches = [Launch(64, 4, stages, registers) for stages, registers in product((1, 2, 3, 4), (None, 128))]
     launches += [Launch(64, 4, 2, 168), Launch(64, 8, 2), Launch(64, 8, 3), Launch(128, 4, 2), Launch(128, 8, 1), Launch(128, 8, 2),
                  Launch(128, 8, 2, 128), Launch(128, 8, 3)]  # fmt: skip
-    variants = [triton_select.Variant(described=d, polynomial=p) for d, p in ((True, 0), (True, 2), (False, 0), (True, 4), (False, 2))]
-    triton_select.Masses.of(q, k, lse, groups, cells, head_dim**-0.5, triton_select.PLAIN, Launch(64, 4, 2)).compute(rows, truth)
+    variants = [triton_select.Variant(described=d, polynomial=p) for d, p in ((True, 0), (True, 2), (False, 0), (True, 4))]
+    triton_select.Masses.of(q, k, lse, groups, cells, head_dim**-0.5, variants[0], Launch(64, 4, 2)).compute(rows, truth)
     begin, out = time.monotonic(), []
     for variant, parameters in product(variants, launches):
         if time.monotonic() - begin > seconds:
@@ -181,17 +206,21 @@ def tune(seconds: float = 100) -> list[dict]:
         row["tflops"] = 2 * len(rows) * GROUP_SIZE * length * head_dim / row["ms"] / 1e9
         row[f"of_{dense_name}"] = row["ms"] / (dense_ms * part)
         out.append(row)
-    for row in sorted(out, key=lambda r: r["ms"]):
-        print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))
-    chosen = []
     for sample, warps in product((2048, 4096, 8192), (4, 8, 16)):
         choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", (), Launch(sample, warps, 1))
         choice.choose(rows, truth)
         ms = harness.interleaved({"": lambda c=choice: c.choose(rows, truth)}, rounds=3, warmup=1)[""].ms
-        chosen.append({"kernel": "heaviest", "sample": sample, "warps": warps, "ms": ms, f"of_{dense_name}": ms / (dense_ms * part)})
-    for row in sorted(chosen, key=lambda r: r["ms"]):
+        out.append({"kernel": "heaviest", "sample": sample, "warps": warps, "ms": ms, f"of_{dense_name}": ms / (dense_ms * part)})
+    scale = head_dim**-0.5
+    for parameters in (Launch(64, 8, 2), Launch(64, 8, 3), Launch(128, 8, 2), Launch(64, 8, 2, 128), Launch(64, 4, 2)):
+        def case(parameters=parameters):
+            return triton_lagged.select_keys_lagged(q, k, v, lse, groups, DENSITY, cells, "token", (), scale, parameters)
+
+        ms = harness.interleaved({"": case}, rounds=3, warmup=1)[""].ms
+        out.append({"kernel": "lagged", **parameters._asdict(), "ms": ms, f"of_{dense_name}": ms / dense_ms})
+    for row in sorted(out, key=lambda r: (r["kernel"], r["ms"])):
         print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))
-    return out + chosen
+    return out
 
 
 def table(rows: list[dict]) -> None:
