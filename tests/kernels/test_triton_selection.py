@@ -11,13 +11,14 @@ from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
 from mc_sparse.kernels.triton_support import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+SMALL_SAMPLE = 128
 LENGTHS = [(1, 1), (31, 129), (129, 31), (300, 300), (129, 500)]
 
 
 @pytest.fixture
 def small_sample(monkeypatch):
-    """A sample of 64 units, so that rows of some hundred need all the steps a long row does."""
-    entry = dict.fromkeys(launch_table._TABLE["heaviest"], launch_table.Launch(64, 4, 1))
+    """A sample of 128 units, so that rows of some hundred need all the steps a long row does."""
+    entry = dict.fromkeys(launch_table._TABLE["heaviest"], launch_table.Launch(SMALL_SAMPLE, 4, 1))
     monkeypatch.setitem(launch_table._TABLE, "heaviest", entry)
 
 
@@ -152,8 +153,9 @@ def test_ties_at_the_threshold(repeats, small_sample):
 
 def test_a_bracket_that_misses(small_sample):
     """Masses that only the units outside the sample have: the bracket is wrong and the row is searched whole."""
-    keys, sample, step = 640, 64, 10
-    i = torch.arange(sample)
+    step = 5
+    keys = SMALL_SAMPLE * step
+    i = torch.arange(SMALL_SAMPLE)
     sampled = i * step + (i * 40503 & 0xFFFF) % step
     for inside in (0.0, 1000.0):
         masses = torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) + 1
