@@ -25,8 +25,7 @@ class Launch(NamedTuple):
 # RTX 30, 40, 50, L4, L40).
 _CARDS = ("hopper", "wide", "narrow")
 _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
-    "pool": {(d, c): Launch(64, 4, 1) for d in (64, 128, 256) for c in _CARDS},
-    "sparse": {(64, "hopper"): Launch(64, 8, 3, 128), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
+    "sparse": {(64, "hopper"): Launch(128, 4, 3), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
     | {(128, "hopper"): Launch(64, 8, 3, 128), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
     | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
     | {(256, "narrow"): Launch(16, 8, 2, queries=64)},
@@ -37,7 +36,7 @@ _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
     | {(128, "hopper"): Launch(64, 8, 3), (128, "wide"): Launch(32, 8, 3), (128, "narrow"): Launch(32, 8, 3)},
     "heaviest": {(64, c): Launch(4096, 8, 1) for c in ("hopper", "wide", "narrow")},  # tile: units in the sample
     "pddp_moments": {(d, c): Launch(64, 4 if d == 64 else 8, 3) for d in (64, 128) for c in _CARDS},
-    "pddp_direction": {(d, c): Launch(1, 4 if d == 64 else 8, 1) for d in (64, 128) for c in _CARDS},
+    "pddp_direction": {(d, c): Launch(1, 4 if d == 64 else 8, 1, 168) for d in (64, 128) for c in _CARDS},
     "pddp_project": {(d, c): Launch(128, 4, 1) for d in (64, 128) for c in _CARDS},
     "pddp_partition": {(d, c): Launch(4096, 16, 1) for d in (64, 128) for c in _CARDS},
     # 128 registers: two programs of 8 warps to an SM. On sm_120 ptxas would spill for that, so not on the narrow ones.

@@ -165,12 +165,12 @@ def _principal(gram, total, count, D: tl.constexpr, ITERATIONS: tl.constexpr):
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], gram, 0.0), 1)
     largest = tl.argmax(diagonal, 0)
     # Divided by its trace, the largest eigenvalue is in 1/D..1: eight products cannot leave the range of float32.
-    gram /= tl.maximum(tl.sum(diagonal, 0), TINY)
-    direction = tl.sum(tl.where(i[None, :] == largest, gram, 0.0), 1)
+    gram *= 1.0 / tl.maximum(tl.sum(diagonal, 0), TINY)
+    direction = (i == largest).to(tl.float32)  # the first product makes it the reference's start, the Gram row of this entry
     for _ in range(ITERATIONS // 8):
         for _ in range(8):
             direction = tl.sum(gram * direction[None, :], 1)
-        direction /= tl.maximum(tl.max(tl.abs(direction), 0), TINY)
+        direction *= 1.0 / tl.maximum(tl.max(tl.abs(direction), 0), TINY)
     return direction
 
 
@@ -307,8 +307,9 @@ def _split(q, stride_b, stride_h, stride_s, heads, dim, order, out, keys, level,
         head = _head(q, stride_b, stride_h, heads, row)
         shift = _shift(head, stride_s, dim, order, n, D, EXACT)
         gram, total = _scatter(head, stride_s, dim, order, n, 0, n, n, shift, D, EXACT, TILE, False)
-        mean = shift + total / n
         direction = _principal(gram, total, n, D, ITERATIONS)
+        # Any origin near the rows gives their order. Their mean, kept from above, would cost registers that are not there.
+        mean = _shift(head, stride_s, dim, order, n, D, EXACT)
         for first in tl.range(0, n, TILE, num_stages=STAGES):
             _project_rows(head, stride_s, dim, order, keys, first, n, mean, direction, D, EXACT, TILE)
         tl.debug_barrier()  # the keys that other threads wrote
