@@ -45,9 +45,10 @@ def group_queries(q: Tensor) -> QueryGroups:
     order, spare = (torch.full((rows, width), -1, dtype=torch.int32, device=q.device) for _ in range(2))
     order[:, :length] = torch.arange(length, dtype=torch.int32, device=q.device)
     keys = torch.empty_like(order)
-    for level in range((width // GROUP_SIZE - 1).bit_length()):
-        _split_level(q, order, spare, keys, level, padded, capability)
-        order, spare = spare, order
+    with torch.cuda.device_of(q):
+        for level in range((width // GROUP_SIZE - 1).bit_length()):
+            _split_level(q, order, spare, keys, level, padded, capability)
+            order, spare = spare, order
     return QueryGroups(order.view(batch, heads, width), length)
 
 
@@ -65,7 +66,7 @@ def _split_level(q: Tensor, order: Tensor, out: Tensor, keys: Tensor, level: int
         constants, options = parameters("split", padded, capability)
         _split[(rows * nodes,)](*source, order, out, keys, *tree, **shape, **constants, **options)
         return
-    parts = min(ceil_div(_MOMENT_PROGRAMS, rows * nodes), SAMPLED_ROWS // 256 or 1)
+    parts = min(ceil_div(_MOMENT_PROGRAMS, rows * nodes), max(1, SAMPLED_ROWS // 256))
     gram = torch.empty(rows * nodes, parts, padded, padded, dtype=torch.float32, device=q.device)
     total = torch.empty(rows * nodes, parts, padded, dtype=torch.float32, device=q.device)
     axis = torch.empty(rows * nodes, 2, padded, dtype=torch.float32, device=q.device)  # mean and direction
