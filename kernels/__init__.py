@@ -1,5 +1,5 @@
 """What is computed: tensors in, tensors out. Each operation has a folder; `reference.py` in it is the definition."""
-from .attention import dense_attention, token_sparse_attention
+from .attention import dense_attention, sparse_residual, token_sparse_attention
 from .cells import cell_order, keep_only
 from .grouping import group_queries
 from .pooling import pool_cells
@@ -11,6 +11,6 @@ from .shapes import CellOrder, Geometry, KeySelection, PooledTail, QueryGroups, 
 __all__ = [
     "FORMATS", "BackendUnavailable", "CellOrder", "Geometry", "KeySelection", "PooledTail", "QueryGroups", "Residual",
     "auto_residual", "backend_names", "cell_order", "compress_residual", "dense_attention", "expand_selection", "group_queries",
-    "keep_only", "key_budget", "pack_bits", "pick", "pool_cells", "retained_energy", "select_keys", "token_sparse_attention",
-    "unpack_bits", "unselected_counts", "why_none",
+    "keep_only", "key_budget", "pack_bits", "pick", "pool_cells", "retained_energy", "select_keys", "sparse_residual",
+    "token_sparse_attention", "unpack_bits", "unselected_counts", "why_none",
 ]

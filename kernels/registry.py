@@ -59,7 +59,7 @@ class Demotion(NamedTuple):
 # Fastest first. The reference comes last: `auto` takes it on the CPU only, by name it runs anywhere.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "group_queries": (Candidate("triton", ".grouping.triton_pddp"), Candidate(REFERENCE, ".grouping.reference")),
-    "pool_cells": (Candidate(REFERENCE, ".pooling.reference"),),
+    "pool_cells": (Candidate("triton", ".pooling.triton_pool"), Candidate(REFERENCE, ".pooling.reference")),
     "dense_attention": (
         Candidate("fa3", ".attention.fa3"),
         Candidate("fa4", ".attention.fa4"),
@@ -69,7 +69,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         Candidate(REFERENCE, ".attention.reference"),
     ),
     "select_keys": (Candidate("triton", ".selection.triton_select"), Candidate(REFERENCE, ".selection.reference")),
-    "token_sparse_attention": (Candidate(REFERENCE, ".attention.reference"),),
+    "token_sparse_attention": (Candidate("triton", ".attention.triton_sparse"), Candidate(REFERENCE, ".attention.reference")),
 }
 
 # What was found out about backends on this machine, by _class. No tensors.
@@ -78,6 +78,7 @@ _demoted: dict[tuple, Demotion] = {}
 _lock = Lock()
 
 # Of an exception text: the CUDA context is lost.
+_OUT_OF_MEMORY = ("out of memory", "alloc_failed", '"aten::new_empty"', '"aten::empty"')
 _FINAL_ERRORS = (
     "illegal memory access", "illegal_address", "illegal instruction", "illegal_instruction", "misaligned address", "misaligned_address",
     "launch failure", "launchfailure", "launch_failed", "launch timed out", "device-side assert", "invalid program counter",
@@ -205,7 +206,8 @@ def _is_recording(geometry: Geometry) -> bool:
 
 def _is_out_of_memory(error: Exception) -> bool:
     text = str(error).lower()
-    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "out of memory" in text or "alloc_failed" in text
+    # FlashAttention-3 is built on the stable ABI, where a failed allocation is a failed call of aten::new_empty and no more.
+    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY)
 
 
 def _is_final(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .pooling.reference import pool_cells
 from .registry import Mismatch
 from .selection.bits import selected_keys, unpack_bits, unselected_in_cells
 from .selection.reference import _sums, _units_kept, _units_to_choose
@@ -43,8 +44,9 @@ _INPUTS = "the inputs hold NaN or infinities"
 def variant(op: str, args: tuple) -> tuple:
     """What of the arguments, beside the geometry, makes kernels take another path."""
     if op == "token_sparse_attention":
-        selection, tail, residual, _, with_lse = args[4:]
-        return selection.granularity, tail and tail.size, residual and residual.format, with_lse
+        selection, tail, residual, _, with_lse, dense = args[4:]
+        size = tail.size if isinstance(tail, PooledTail) else tail
+        return selection.granularity, size, residual and residual.format, with_lse, dense is not None
     if op == "select_keys":
         return args[6], bool(args[7])  # granularity, kept ranges
     return (args[3],) if op == "pool_cells" else ()
@@ -86,9 +88,9 @@ def _dense_attention(result, args: tuple, read: Read) -> Iterator[Finding]:
 
 
 def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding]:
-    q, k, v, groups, selection, tail, residual, scale, with_lse = args
+    q, k, v, groups, selection, tail, residual, scale, with_lse, dense = args
     out, lse = result
-    _expect("the output", out, q.shape, q.dtype)
+    _expect("the output", out, q.shape if dense is None else (*q.shape[:2], groups.count * GROUP_SIZE, q.shape[3]), q.dtype)
     if with_lse:
         _expect("the log-sum-exp", lse, q.shape[:3], torch.float32)
     orders = groups.expanded(*q.shape[:2])
@@ -102,13 +104,23 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
         bias = torch.zeros(chosen.shape, dtype=torch.float32, device=q.device).masked_fill_(~chosen, -math.inf)
         parts = [(read(k[b, h]), read(v[b, h]), bias)]
         if tail is not None:
-            yield _finite(tail.k[b, h], tail.v[b, h])
-            unselected = unselected_in_cells(own, 0, 0, tail.size)[0]
-            parts.append((read(tail.k[b, h]), read(tail.v[b, h]), unselected.float().log()))
+            if isinstance(tail, PooledTail):
+                pooled = PooledTail(tail.k[b, h], tail.v[b, h], tail.size)
+            else:
+                own_head = pool_cells(k[b, h][None, None], v[b, h][None, None], selection.cells, tail)
+                pooled = PooledTail(own_head.k[0, 0], own_head.v[0, 0], tail)
+            keys, values = pooled.k, pooled.v
+            yield _finite(keys, values)
+            parts.append((read(keys), read(values), unselected_in_cells(own, 0, 0, pooled.size)[0].float().log()))
         added = None if residual is None else residual.expand(b, h)[slots]
         if added is not None:
             yield _finite(added)
-        yield from _rows_agree(out[b, h, rows], lse[b, h, rows] if with_lse else None, read(queries), parts, added, scale)
+        if dense is None:
+            rows_out = out[b, h, rows]
+        else:
+            yield _finite(dense[b, h, rows])
+            rows_out = (dense[b, h, rows].float() - out[b, h, slots].float()).to(q.dtype)
+        yield from _rows_agree(rows_out, lse[b, h, rows] if with_lse else None, read(queries), parts, added, scale)
 
 
 def _rows_agree(

@@ -10,13 +10,12 @@ from ..kernels import (
     compress_residual,
     dense_attention,
     group_queries,
-    pool_cells,
     registry,
     select_keys,
+    sparse_residual,
     token_sparse_attention,
 )
-from ..kernels.residual import Residual
-from ..kernels.shapes import CellOrder, Geometry, KeySelection, QueryGroups
+from ..kernels.shapes import Geometry
 from .cache import AnchorState
 from .context import AttentionCall, BranchKey
 from .plan import SparsePlan
@@ -115,11 +114,8 @@ def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
     run.stats.anchored(selection.retained.mean(), selection.counts.float().mean() / len(cells))
     residual = None
     if recipe.residual != "off":
-        difference = output - _sparse(run, call, rows, cells, groups, selection)
-        if recipe.residual == "auto":
-            residual = auto_residual(difference, groups, output, RESIDUAL_BOUND)
-        else:
-            residual = compress_residual(difference, groups, recipe.residual)
+        r = sparse_residual(q, k, v, groups, selection, output, tail=recipe.tail or None, scale=call.scale, backend=backend)
+        residual = auto_residual(r, output, RESIDUAL_BOUND) if recipe.residual == "auto" else compress_residual(r, recipe.residual)
         run.stats.residuals[residual.format] += 1
     if not run.cache.put(call.site, branch, AnchorState(run.step, _shape(call, rows), groups, selection, residual)):
         run.unfit.add((call.site, branch, due))
@@ -129,17 +125,11 @@ def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
 
 def _reuse(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Tensor:
     state = run.cache.get(call.site, branch, run.evaluation)
-    output = _sparse(run, call, rows, run.cells(call.layout, call.q.device), state.groups, state.selection, state.residual)
     q, k, v = call.q[rows], call.k[rows], call.v[rows]
+    output = token_sparse_attention(
+        q, k, v, state.groups, state.selection, tail=run.recipe.tail or None, residual=state.residual, scale=call.scale,
+        backend=run.plan.backend,
+    )  # fmt: skip
     for start, stop in call.layout.exact:
         output[:, :, start:stop] = dense_attention(q[:, :, start:stop], k, v, scale=call.scale, backend=run.plan.backend)[0]
     return output
-
-
-def _sparse(
-    run: SparseRun, call: AttentionCall, rows: slice, cells: CellOrder, groups: QueryGroups, selection: KeySelection,
-    residual: Residual | None = None,
-) -> Tensor:  # fmt: skip
-    q, k, v, backend = call.q[rows], call.k[rows], call.v[rows], run.plan.backend
-    tail = pool_cells(k, v, cells, run.recipe.tail, backend=backend) if run.recipe.tail else None
-    return token_sparse_attention(q, k, v, groups, selection, tail=tail, residual=residual, scale=call.scale, backend=backend)

@@ -28,7 +28,7 @@ def token_sparse_attention(
     groups: QueryGroups,
     selection: KeySelection,
     *,
-    tail: PooledTail | None = None,
+    tail: PooledTail | int | None = None,
     residual: Residual | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -38,29 +38,61 @@ def token_sparse_attention(
 
     return_lse: return (output, lse), lse (B, H, Sq) float32 as of dense_attention.
     tail: one softmax over the selected keys and the pooled keys, whose logits get + ln n, n = keys of that cell the group did
-    not select; cells with n = 0 are left out. residual: added to the output (never to the lse).
+    not select; cells with n = 0 are left out. A number pools k and v into cells of that many tokens here, which is faster than pool_cells
+    before. residual: added to the output (never to the lse).
     A group without selected keys sees the tail alone; without a tail its output is 0 (plus residual) and its lse -inf.
     """
     op = "token_sparse_attention"
+    _check(op, q, k, v, groups, selection, tail)
+    if residual is not None and tuple(residual.shape) != (*q.shape[:2], groups.order.shape[-1], q.shape[3]):
+        raise ValueError(
+            f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
+            f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
+        )
+    out, lse = call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse, None)
+    return (out, lse) if return_lse else out
+
+
+def sparse_residual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: QueryGroups,
+    selection: KeySelection,
+    dense: Tensor,
+    *,
+    tail: PooledTail | int | None = None,
+    scale: float | None = None,
+    backend: str = AUTO,
+) -> Tensor:
+    """R = dense - token_sparse_attention(...) in group order, (B, H, G*C, D) in q's dtype, 0 past the last query.
+
+    dense (B, H, Sq, D): what attention over all keys gave. R is rounded once, so that it is more exact than the difference of outputs.
+    """
+    op = "token_sparse_attention"
+    _check(op, q, k, v, groups, selection, tail)
+    check_bhsd(op, q=q, dense=dense)
+    check_same_length(op, q=q, dense=dense)
+    return call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, None, _scale(scale, q), False, dense)[0]
+
+
+def _check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None
+) -> None:
     check_bhsd(op, q=q, k=k, v=v)
     check_same_length(op, k=k, v=v)
     check_groups(op, groups, q)
     check_selection(op, selection, q, k)
-    if tail is not None:
+    if isinstance(tail, PooledTail):
         cells = ceil_div(k.shape[2], tail.size)
         if tuple(tail.k.shape) != (*k.shape[:2], cells, k.shape[3]) or tail.k.shape != tail.v.shape or tail.k.device != q.device:
             raise ValueError(
                 f"{op}: the tail is {tuple(tail.k.shape)} on {tail.k.device}; needed is {(*k.shape[:2], cells, k.shape[3])} on {q.device}. "
                 "Pool the keys of this call (pool_cells)"
             )
-    if residual is not None and tuple(residual.shape) != (*q.shape[:2], groups.order.shape[-1], q.shape[3]):
-        raise ValueError(
-            f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
-            f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
-        )
-    args = (q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse)
-    out, lse = call(op, Geometry.of(q, k), backend, *args)
-    return (out, lse) if return_lse else out
+        check_bhsd(op, q=q, **{"tail.k": tail.k, "tail.v": tail.v})
+    elif tail is not None and (not isinstance(tail, int) or tail < 1):
+        raise ValueError(f"{op}: tail is {tail!r}; needed is a PooledTail, a number of tokens per cell (32, 64 or 128 are usual), or None")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

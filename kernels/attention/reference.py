@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import chunks
+from ..pooling.reference import pool_cells
 from ..residual import Residual
 from ..selection.bits import places_of, unselected_in_cells
 from ..shapes import GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups
@@ -31,15 +32,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 
 
 def token_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection,
-    tail: PooledTail | None, residual: Residual | None, scale: float, with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output (B, H, S, D) in q's dtype and token order, and the lse (B, H, S) float32 when asked for.
 
+    Given dense (B, H, S, D): dense - output in group order (B, H, G*C, D) instead, 0 past the last query.
     Per head, keys (and values) are laid out once as [keys in cell order][pooled keys], queries in group order.
     """
     batch, heads, length, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if isinstance(tail, int):
+        tail = pool_cells(k, v, selection.cells, tail)
+    shape = (batch, heads, length if dense is None else groups.count * GROUP_SIZE, dim)
+    out = torch.zeros(shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device) if with_lse else None
     queries = torch.zeros((groups.count, GROUP_SIZE, dim), dtype=torch.float32, device=q.device)  # slack rows stay 0
     orders = groups.expanded(batch, heads)
@@ -55,7 +60,10 @@ def token_sparse_attention(
             o = o.view(-1, dim)
             if residual is not None:
                 o += residual.expand(b, h)
-            out[b, h].index_copy_(0, order, o[:length].to(q.dtype))
+            if dense is None:
+                out[b, h].index_copy_(0, order, o[:length].to(q.dtype))
+            else:
+                out[b, h, :length] = dense[b, h].index_select(0, order).float() - o[:length]
             if with_lse:
                 lse[b, h].index_copy_(0, order, l.view(-1)[:length])
     return out, lse

@@ -1,6 +1,6 @@
 """Token-sparse attention in Triton, in three passes over some heads at a time.
 
-lay_out   K and V of a head become contiguous rows in cell order, with the pooled rows after them
+gather    (of the pooling) K and V of a head become contiguous rows in cell order, with the pooled rows after them
 expand    selection bits become ascending row numbers, and the pooled rows get their biases
 attend    one program per group: gathers Q, runs over its rows of K and V, adds the residual, scatters the output
 
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch
+from ..pooling.triton_pool import gather_rows, pool_cells
 from ..residual import Residual
 from ..residual.reference import INT2_INNER, INT2_OUTER, rank_of
 from ..selection.bits import unselected_in_cells
@@ -32,26 +33,9 @@ INNER, OUTER = tl.constexpr(INT2_INNER), tl.constexpr(INT2_OUTER)
 EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "difference": 6}
 # Bytes for the rows and row numbers of the heads that are computed together.
 SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 64, 128 << 20, 3 << 29
-EXPAND_BLOCK, EXPAND_WORDS, LAY_OUT_BLOCK = 1024, 64, 64
+EXPAND_BLOCK, EXPAND_WORDS = 1024, 128
+AGAIN_PROGRAMS = 1024  # look for groups to run again
 ASSEMBLY = tl.constexpr(not INTERPRETED)
-
-
-@triton.jit(do_not_specialize=["length", "cells", "first"], do_not_specialize_on_alignment=["order"])
-def lay_out(
-    x, pooled, order, rows, x_h, x_s, pooled_h, pooled_s, length, cells, first, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """rows (heads of this launch, S + cells, BLOCK_D): x (H, S, D) in cell order, then pooled (H, cells, D); columns past D are 0."""
-    here = tl.program_id(0).to(tl.int64)  # heads vary fastest: their rows are neighbours where the model keeps (B, S, H, D)
-    h = first + here
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    column = (d < D)[None, :]
-    token = tl.load(order + place, mask=place < length, other=0)
-    row = tl.load(x + h * x_h + token[:, None] * x_s + d[None, :], mask=(place < length)[:, None] & column, other=0)
-    cell = (place - length).to(tl.int64)
-    is_cell = (cell >= 0) & (cell < cells)
-    row += tl.load(pooled + h * pooled_h + cell[:, None] * pooled_s + d[None, :], mask=is_cell[:, None] & column, other=0)
-    tl.store(rows + (here * (length + cells) + place)[:, None] * BLOCK_D + d[None, :], row, mask=(place < length + cells)[:, None])
 
 
 @triton.jit
@@ -107,11 +91,15 @@ def expand(
         tl.store(numbers + found + after, tl.where(after < cells, length + after, 0), mask=found + after < wide)
     tl.debug_barrier()
     for first in range(0, words, WORDS):
-        word = first + tl.arange(0, WORDS)
-        bit = tl.arange(0, 32)[None, :]
-        mask = _words(bits, word, length, CELLS)[:, None]
-        at = tl.load(before + word, mask=word < words, other=0)[:, None] + _popcount(mask & ((1 << bit) - 1))
-        tl.store(numbers + at, word[:, None] * 32 + bit, mask=((mask >> bit) & 1) != 0)
+        # Four bits to a lane: their rank in the word is counted once.
+        word = first + tl.arange(0, WORDS)[:, None]
+        bit = tl.arange(0, 8)[None, :] * 4
+        mask = _words(bits, word, length, CELLS) + tl.zeros_like(bit)
+        at = tl.load(before + word, mask=word < words, other=0) + _popcount(mask & ((1 << bit) - 1))
+        for i in tl.static_range(4):
+            chosen = (mask >> (bit + i)) & 1
+            tl.store(numbers + at, word * 32 + bit + i, mask=chosen != 0)
+            at += chosen
 
 
 @triton.jit
@@ -142,31 +130,21 @@ def _residual(values, scales, row, d, D: tl.constexpr, EPILOGUE: tl.constexpr):
     return tl.where((code & 2) != 0, -size, size) * scale
 
 
-@triton.jit(
-    do_not_specialize=["first", "groups", "length", "cells", "rank", "with_lse"],
-    do_not_specialize_on_alignment=["lse", "order", "counts", "bias", "values", "scales"],
-)
-def attend(
+@triton.jit
+def _program(
+    program,
     q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program: M queries of one group, of one batch row.
-
-    q, out, dense (H, S, D) by their strides; order (H, G*128) order_h apart; counts (H, G), lse (H, S) and the residual contiguous.
-    k, v (heads, S + cells, BLOCK_D): rows in cell order, then the pooled ones; numbers (heads, G, wide) which of them each group sees;
-    bias (heads, G, cells) of its pooled ones. These begin at head `first`, as does again (programs,): which programs must run online.
-    """
+    """M queries of one group: number `program` of the launch that `attend` describes."""
     PARTS: tl.constexpr = 128 // M
-    if ONLINE:  # noqa: SIM102 (one is decided by the compiler)
-        if tl.load(again + tl.program_id(0)) == 0:
-            return
-    local = tl.program_id(0) // PARTS
+    local = program // PARTS
     here = (local // groups).to(tl.int64)
     group = local % groups
     h = first + here
-    slots = group * 128 + tl.program_id(0) % PARTS * M + tl.arange(0, M)
+    slots = group * 128 + program % PARTS * M + tl.arange(0, M)
     order += h * order_h
     d = tl.arange(0, BLOCK_D)
     token = tl.load(order + slots)
@@ -221,7 +199,7 @@ def attend(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
     if not ONLINE:
         lost = (l > 1e30) | (l < 1e-30) | (l != l)
-        tl.store(again + tl.program_id(0), tl.max(lost.to(tl.int32), 0) * (count + cells > 0))
+        tl.store(again + program, tl.max(lost.to(tl.int32), 0) * (count + cells > 0))
 
     # Read again rather than kept in registers through the loop.
     token = tl.load(order + slots, cache_modifier=".cg")
@@ -249,9 +227,43 @@ def attend(
         tl.store(out + h * out_h + query[:, None] * out_s + d[None, :], acc.to(out.dtype.element_ty), mask=place)
 
 
+@triton.jit(
+    do_not_specialize=["first", "groups", "length", "cells", "rank", "with_lse", "programs"],
+    do_not_specialize_on_alignment=["lse", "order", "counts", "bias", "values", "scales", "again"],
+)
+def attend(
+    q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+    q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, programs,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """All queries of some heads of one batch row, M queries of one group to a program.
+
+    q, out, dense (H, S, D) by their strides; order (H, G*128) order_h apart; counts (H, G), lse (H, S) and the residual contiguous.
+    k, v (heads, S + cells, BLOCK_D): rows in cell order, then the pooled ones; numbers (heads, G, wide) which of them each group sees;
+    bias (heads, G, cells) of its pooled ones. These begin at head `first`, as does again (programs,): which programs must run online.
+    """
+    if ONLINE:
+        for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+            if tl.load(again + program) != 0:
+                _program(
+                    program,
+                    q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+                    q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank,
+                    with_lse, again, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
+                )  # fmt: skip
+    else:
+        _program(
+            tl.program_id(0),
+            q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+            q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
+            D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
+        )  # fmt: skip
+
+
 def token_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection,
-    tail: PooledTail | None, residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
     batch, heads, length, dim = q.shape
@@ -265,23 +277,28 @@ def token_sparse_attention(
     epilogue, values, scales, rank = _epilogue(residual, dense, q)
     minus = out if dense is None else dense if dense.stride(-1) == 1 else dense.contiguous()
     order = groups.expanded(batch, heads)
-    cells = 0 if tail is None else tail.k.shape[2]
-    tail_k, tail_v = (None, None) if tail is None else (half(tail.k), half(tail.v))
+    if isinstance(tail, int) and tail not in CELL_SIZES:
+        tail = pool_cells(k, v, selection.cells, tail)
+    size = tail.size if isinstance(tail, PooledTail) else tail
+    cells = 0 if size is None else ceil_div(keys, size)
+
     wide = ceil_div(selection.most + cells + how.tile, 16) * 16
     parts = GROUP_SIZE // how.queries
     per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32)) + 4 * (keys + cells) * block_d
     for b in range(batch):
         for some in _heads_at_once(heads, per_head, device):
-            rows = [_laid_out(x, pooled, selection, b, some, block_d) for x, pooled in ((k, tail_k), (v, tail_v))]
-            numbers, bias = _expanded(selection, b, some, wide, None if tail is None else tail.size)
+            pooled = (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else (tail, tail)
+            rows = [gather_rows(x[b], selection.cells, some, p) for x, p in zip((k, v), pooled, strict=True)]
+            numbers, bias = _expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
             again = torch.ones(programs, dtype=torch.int32, device=device)
             strides = [*q.stride()[1:3], rows[0].stride(0), *out.stride()[1:3], *minus.stride()[1:3], order.stride(1)]
-            for online in (False, True) if dtype != torch.float16 else (True,):
-                attend[(programs,)](
+            launches = ((True, programs),) if dtype == torch.float16 else ((False, programs), (True, min(programs, AGAIN_PROGRAMS)))
+            for online, grid in launches:
+                attend[(grid,)](
                     q[b], *rows, out[b], out if lse is None else lse[b], order[b], numbers, selection.counts[b], bias,
                     values if residual is None else values[b], scales if residual is None else scales[b], minus[b],
-                    *strides, some.start, groups.count, length, wide, cells, scale * LOG2_E.value, rank, int(with_lse), again,
+                    *strides, some.start, groups.count, length, wide, cells, scale * LOG2_E.value, rank, int(with_lse), again, programs,
                     D=dim, BLOCK_D=block_d, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=online,
                     FENCE=needs_fence(capability), BLOCK_R=padded(rank), **how.options,
                 )  # fmt: skip
@@ -307,19 +324,6 @@ def _heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterato
     step = ceil_div(heads, launches)
     for start in range(0, heads, step):
         yield slice(start, min(heads, start + step))
-
-
-def _laid_out(x: Tensor, pooled: Tensor | None, selection: KeySelection, b: int, some: slice, width: int) -> Tensor:
-    """Heads `some` of x (B, H, S, D) in cell order, then those of pooled (B, H, nb, D): (heads, S + nb, width)."""
-    heads, (length, dim) = some.stop - some.start, x.shape[2:]
-    cells = 0 if pooled is None else pooled.shape[2]
-    x, pooled = x[b], (x if pooled is None else pooled)[b]
-    rows = x.new_empty(heads, length + cells, width)
-    lay_out[(heads, ceil_div(length + cells, LAY_OUT_BLOCK))](
-        x, pooled, selection.cells.order, rows, x.stride(0), x.stride(1), pooled.stride(0), pooled.stride(1), length, cells, some.start,
-        D=dim, BLOCK_D=width, BLOCK=LAY_OUT_BLOCK,
-    )  # fmt: skip
-    return rows
 
 
 def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:
