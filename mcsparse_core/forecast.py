@@ -18,7 +18,7 @@ def state_bytes(recipe: Recipe, rows: int, heads: int, tokens: int, head_dim: in
     if recipe.residual == "off":
         return order + selection
     fmt = AUTO_RESIDUAL if recipe.residual == "auto" else recipe.residual
-    return order + selection + size_of(fmt, (rows, heads, tokens, head_dim), groups * GROUP_SIZE)
+    return order + selection + size_of(fmt, (rows, heads, groups * GROUP_SIZE, head_dim))
 
 
 def cache_budget(free: int, working: int) -> int:

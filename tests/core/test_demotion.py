@@ -85,7 +85,7 @@ def test_a_backend_that_fails_in_the_middle_of_a_run(only, rows):
 
 
 def test_a_backend_that_is_wrong_from_the_start_leaves_the_run_dense(only):
-    only(lambda *args: reference.token_sparse_attention(*args[:7], 2 * args[7], args[8]))
+    only(lambda *args: reference.token_sparse_attention(*args[:7], 2 * args[7], *args[8:]))
     report, outputs = sample()
     assert report["counts"] == {"dense": 6, "anchor": 0, "reuse": 0}
     assert all(torch.equal(out, outputs[0]) for out in outputs)
@@ -93,7 +93,7 @@ def test_a_backend_that_is_wrong_from_the_start_leaves_the_run_dense(only):
 
 
 def test_a_named_backend_raises(only):
-    only(lambda *args: reference.token_sparse_attention(*args[:7], 2 * args[7], args[8]))
+    only(lambda *args: reference.token_sparse_attention(*args[:7], 2 * args[7], *args[8:]))
     with pytest.raises(BackendUnavailable, match="backend 'frail' cannot run"):
         sample("frail")
 

@@ -15,9 +15,8 @@ from mc_sparse.kernels import (
     compress_residual,
     dense_attention,
     group_queries,
-    pool_cells,
     select_keys,
-    token_sparse_attention,
+    sparse_residual,
 )
 
 
@@ -35,9 +34,7 @@ def main(tokens, heads):
     dense, lse = dense_attention(q, k, v)
     groups = group_queries(q)
     selection = select_keys(q, k, lse, groups, density=0.25, cells=cells)
-    tail = pool_cells(k, v, cells, 64)
-    sparse = token_sparse_attention(q, k, v, groups, selection, tail=tail)
-    residual = compress_residual(dense - sparse, groups, "rank-8")
+    residual = compress_residual(sparse_residual(q, k, v, groups, selection, dense, tail=64), "rank-8")
     kept = selection.nbytes + groups.nbytes + residual.nbytes
     seconds = time.perf_counter() - start
     print(json.dumps({"peak_mb": peak_mb(), "extra_mb": peak_mb() - before, "kept_mb": kept / 2**20, "seconds": seconds}))

@@ -14,6 +14,7 @@ from mc_sparse.kernels import (
     pack_bits,
     pool_cells,
     select_keys,
+    sparse_residual,
     token_sparse_attention,
 )
 from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
@@ -41,6 +42,12 @@ def random_mask(shape, share, seed=0):
 def equal_count_mask(shape, count, seed=0):
     heaviest = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).topk(count, -1).indices
     return torch.zeros(shape, dtype=torch.bool).scatter_(-1, heaviest, True)
+
+
+def in_groups(x, groups):
+    """x (B, H, S, D) in group order, (B, H, G*C, D), 0 past the last query."""
+    order = groups.expanded(*x.shape[:2]).long()
+    return x.gather(2, order.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[3])) * (order >= 0)[..., None]
 
 
 # ---- dense
@@ -95,6 +102,7 @@ def test_sparse_attention(granularity, equal_counts, size, dtype, definition):
     assert_no_worse_than(out, exact, plain)
     assert_no_worse_than(lse, exact_lse, plain_lse)
     assert torch.equal(token_sparse_attention(q, k, v, groups, selection, tail=tail), out)
+    assert torch.equal(token_sparse_attention(q, k, v, groups, selection, tail=size), out)  # pooled there
 
 
 def test_sparse_attention_on_an_anchor(definition):
@@ -199,10 +207,28 @@ def test_the_residual_is_added_in_token_order():
     selection = a_selection(random_mask((2, 2, 3, 300), torch.tensor([0.4, 0.0, 0.2])[:, None]), cells)
     out, lse = token_sparse_attention(q, k, v, groups, selection, return_lse=True)
     r = torch.randn(q.shape, generator=torch.Generator().manual_seed(3)).bfloat16().float()
-    residual = compress_residual(r, groups, "bf16")
+    residual = compress_residual(in_groups(r, groups), "bf16")
     with_residual, same_lse = token_sparse_attention(q, k, v, groups, selection, residual=residual, return_lse=True)
     torch.testing.assert_close(with_residual, out + r)
     assert torch.equal(same_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [None, 7, 64])
+def test_the_difference_is_in_group_order(size, dtype, definition):
+    """Rounded once: the same as of the definition's output, which the output rounded to 16 bits would miss."""
+    cells = cell_order((3, 10, 10))
+    q, k, v = make_qkv(2, 2, 300, 24, kind="clustered", dtype=dtype, layout="bshd", nan_slack=2)
+    dense, _ = dense_attention(q, k, v)
+    groups = group_queries(q)
+    selection = a_selection(random_mask((2, 2, 3, 300), torch.tensor([0.4, 0.0, 0.95])[:, None]), cells)
+    r = sparse_residual(q, k, v, groups, selection, dense, tail=size)
+    assert r.shape == (2, 2, 384, 24) and r.dtype == dtype and not r[:, :, 300:].any()
+    tail = None if size is None else pool_cells(k, v, cells, size)
+    out, _ = token_sparse_attention(q.float(), k.float(), v.float(), groups, selection, return_lse=True,
+                                    tail=tail and replace(tail, k=tail.k.float(), v=tail.v.float()))  # fmt: skip
+    exact = in_groups(dense.float() - out, groups)
+    assert_no_worse_than(r, exact, exact.to(dtype))
 
 
 def test_reuse_right_after_the_anchor_gives_the_anchors_output():
@@ -212,7 +238,7 @@ def test_reuse_right_after_the_anchor_gives_the_anchors_output():
     groups = group_queries(q)
     selection = select_keys(q, k, lse, groups, density=0.25, cells=cells)
     tail = pool_cells(k, v, cells, 64)
-    residual = compress_residual(dense - token_sparse_attention(q, k, v, groups, selection, tail=tail), groups, "bf16")
+    residual = compress_residual(sparse_residual(q, k, v, groups, selection, dense, tail=tail), "bf16")
     reused = token_sparse_attention(q, k, v, groups, selection, tail=tail, residual=residual)
     assert_no_worse_than(reused, dense, dense, rounding_steps=4)
 
@@ -230,7 +256,7 @@ def test_inputs_are_read_only_and_calls_repeat_under_inference_mode():
         q = inputs[0].clone()  # an inference tensor
         lse = dense_attention(q, *inputs[1:])[1]
         chosen = select_keys(q, inputs[1], lse, group_queries(q), density=0.3, cells=cells)
-        compress_residual(token_sparse_attention(q, *inputs[1:], group_queries(q), chosen), groups, "rank-4")
+        compress_residual(sparse_residual(q, *inputs[1:], group_queries(q), chosen, q), "rank-4")
         second = token_sparse_attention(*inputs, groups, selection, tail=tail)
     assert torch.equal(first, second)
     assert all(map(torch.equal, inputs, copies)) and torch.equal(tail.k, tail_k)
@@ -266,7 +292,10 @@ def valid():
         (lambda q, g, s, c: {"selection": a_selection(torch.ones(1, 2, 2, 300, dtype=torch.bool), c)}, "Select again"),
         (lambda q, g, s, c: {"k": q[:, :, :299], "v": q[:, :, :299]}, "has 300 tokens, the keys 299"),
         (lambda q, g, s, c: {"tail": pool_cells(q[:, :1], q[:, :1], c, 64)}, "Pool the keys of this call"),
-        (lambda q, g, s, c: {"residual": compress_residual(q[..., :4], g, "bf16")}, "Compress it with the same groups"),
+        (lambda q, g, s, c: {"residual": compress_residual(torch.zeros(1, 2, 384, 4), "bf16")}, "Compress it with the same groups"),
+        (lambda q, g, s, c: {"residual": compress_residual(torch.zeros(1, 2, 256, 8), "bf16")}, "in group order; q and groups need"),
+        (lambda q, g, s, c: {"tail": 0}, "tail is 0; needed is"),
+        (lambda q, g, s, c: {"tail": 32.0}, "tail is 32.0; needed is"),
         (lambda q, g, s, c: {"q": q.double()}, "allowed are float32, bfloat16, float16"),
     ],
 )
@@ -275,3 +304,11 @@ def test_refusals_say_what_is_needed(change, message):
     arguments = {"q": q, "k": q, "v": q, "groups": groups, "selection": selection, **change(q, groups, selection, cells)}
     with pytest.raises(ValueError, match=message):
         token_sparse_attention(**arguments)
+
+
+def test_the_difference_needs_a_dense_output_of_the_queries():
+    q, groups, selection, _ = valid()
+    with pytest.raises(ValueError, match="q and dense have \\(300, 299\\) tokens"):
+        sparse_residual(q, q, q, groups, selection, q[:, :, :299])
+    with pytest.raises(ValueError, match="they must agree"):
+        sparse_residual(q, q, q, groups, selection, q.half())

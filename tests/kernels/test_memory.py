@@ -12,7 +12,7 @@ ANCHOR = Path(__file__).with_name("anchor_memory.py")
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 def test_an_anchor_of_16k_tokens_stays_small():
-    """One head. q, k, v, O, the sparse output and R are 8 MB each; one matrix of all scores would be 1 GB.
+    """One head. q, k, v, O and R are 8 MB each; one matrix of all scores would be 1 GB.
 
     By hand, 32768 tokens and 8 heads: 1.1 GB for the whole process, of which 0.22 GB is torch.
     """

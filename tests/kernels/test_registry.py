@@ -23,6 +23,7 @@ from mc_sparse.kernels import (
     registry,
     select_keys,
     selfcheck,
+    sparse_residual,
     token_sparse_attention,
     why_none,
 )
@@ -185,8 +186,8 @@ def sparse_case(length=300):
     out, lse = dense_attention(q, k, v, backend="reference")
     groups = group_queries(q)
     selection = select_keys(q, k, lse, groups, density=0.4, cells=cells)
-    sparse = token_sparse_attention(q, k, v, groups, selection, backend="reference")
-    return q, k, v, groups, selection, compress_residual(out - sparse, groups, "bf16")
+    r = sparse_residual(q, k, v, groups, selection, out, backend="reference")
+    return q, k, v, groups, selection, compress_residual(r, "bf16")
 
 
 def test_a_wrong_result_is_replaced_and_the_backend_not_asked_again(register, caplog):
@@ -281,8 +282,7 @@ def test_peaked_data_and_outliers_never_demote_a_right_backend(register, kind):
         for granularity in ("token", "cell32"):
             selection = select_keys(q, k, lse, groups, density=0.3, cells=cells, granularity=granularity, kept=((0, 3),))
             tail = pool_cells(k, v, cells, 32)
-            sparse = token_sparse_attention(q, k, v, groups, selection, tail=tail)
-            residual = compress_residual(out - sparse, groups, "int4")
+            residual = compress_residual(sparse_residual(q, k, v, groups, selection, out, tail=tail), "int4")
             token_sparse_attention(q, k, v, groups, selection, tail=tail, residual=residual, return_lse=True)
     assert registry.demotions() == () and {key[1] for key in registry._verified} == {"right"}
 

@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mc_sparse.kernels import cell_order, compress_residual, dense_attention, group_queries, pool_cells, select_keys, selfcheck
-from mc_sparse.kernels import token_sparse_attention as sparse_attention
+from mc_sparse.kernels import (
+    cell_order,
+    compress_residual,
+    dense_attention,
+    group_queries,
+    pool_cells,
+    select_keys,
+    selfcheck,
+    sparse_residual,
+)
 from mc_sparse.kernels.attention import reference as attention
 from mc_sparse.kernels.grouping import reference as grouping
 from mc_sparse.kernels.pooling import reference as pooling
@@ -29,13 +37,13 @@ def case(length=300, *, kind="random", dtype=torch.bfloat16, granularity="token"
     chosen = {"density": 0.4, "cells": cells, "granularity": granularity, "kept": kept, "scale": scale}
     selection = select_keys(q, k, lse, groups, **chosen)
     tail = pool_cells(k, v, cells, 32)
-    rest = compress_residual(out - sparse_attention(q, k, v, groups, selection, tail=tail, scale=scale), groups, residual)
+    rest = compress_residual(sparse_residual(q, k, v, groups, selection, out, tail=tail, scale=scale), residual)
     return {
         "dense_attention": (q, k, v, scale),
         "group_queries": (q,),
         "pool_cells": (k, v, cells, 32),
         "select_keys": (q, k, lse, groups, *chosen.values()),
-        "token_sparse_attention": (q, k, v, groups, selection, tail, rest, scale, True),
+        "token_sparse_attention": (q, k, v, groups, selection, tail, rest, scale, True, None),
     }
 
 
@@ -63,19 +71,23 @@ def test_the_reference_is_right_in_every_variant(granularity, kept, residual):
     for op in ("select_keys", "token_sparse_attention"):
         assert selfcheck.check(op, REFERENCE[op](*args[op]), args[op])
     a = args["token_sparse_attention"]
-    for bare in ((*a[:5], None, a[6], a[7], False), (*a[:5], None, None, a[7], True), (*a[:6], None, a[7], True)):
+    dense = torch.randn(a[0].shape, generator=torch.Generator().manual_seed(0)).to(a[0].dtype)
+    for bare in (
+        (*a[:5], None, a[6], a[7], False, None), (*a[:5], None, None, a[7], True, None), (*a[:6], None, a[7], True, None),
+        (*a[:5], 32, *a[6:]), (*a[:5], 7, None, a[7], True, None), (*a[:6], None, a[7], False, dense),
+    ):  # fmt: skip
         assert selfcheck.check("token_sparse_attention", attention.token_sparse_attention(*bare), bare)
 
 
 def test_a_group_without_keys_is_empty_or_the_tail_alone():
-    q, k, v, groups, selection, tail, _, scale, _ = case()["token_sparse_attention"]
+    q, k, v, groups, selection, tail, _, scale, _, _ = case()["token_sparse_attention"]
     none = replace(selection, bits=torch.zeros_like(selection.bits), counts=torch.zeros_like(selection.counts))
     for a_tail in (None, tail):
-        args = (q, k, v, groups, none, a_tail, None, scale, True)
+        args = (q, k, v, groups, none, a_tail, None, scale, True, None)
         out, lse = attention.token_sparse_attention(*args)
         assert selfcheck.check("token_sparse_attention", (out, lse), args)
     with pytest.raises(Mismatch, match="log-sum-exps"):
-        args = (q, k, v, groups, none, None, None, scale, True)
+        args = (q, k, v, groups, none, None, None, scale, True, None)
         selfcheck.check("token_sparse_attention", (torch.zeros_like(out), torch.zeros_like(lse)), args)
 
 
@@ -149,20 +161,39 @@ def test_wrong_dense_attention(mistake, words, kind):
 @pytest.mark.parametrize("mistake", ["residual", "tail", "tail values", "next group's keys", "query order", "scale", "two words swapped"])
 def test_wrong_sparse_attention(mistake):
     args = case(384, residual="rank-8")["token_sparse_attention"]
-    q, k, v, groups, selection, tail, residual, scale, with_lse = args
+    q, k, v, groups, selection, tail, residual, scale, with_lse, _ = args
     bits = selection.bits
     changed = {
-        "residual": (*args[:6], None, scale, True),
-        "tail": (*args[:5], None, residual, scale, True),
-        "tail values": (*args[:5], PooledTail(tail.k, tail.v.flip(2), 32), residual, scale, True),
+        "residual": (*args[:6], None, scale, True, None),
+        "tail": (*args[:5], None, residual, scale, True, None),
+        "tail values": (*args[:5], PooledTail(tail.k, tail.v.flip(2), 32), residual, scale, True, None),
         "next group's keys": (*args[:4], replace(selection, bits=bits.roll(1, 2)), *args[5:]),
-        "scale": (*args[:7], 1.05 * scale, True),
+        "scale": (*args[:7], 1.05 * scale, True, None),
         "two words swapped": (*args[:4], replace(selection, bits=bits[..., [1, 0, *range(2, bits.shape[3])]]), *args[5:]),
         "query order": args,
     }[mistake]
     out, lse = attention.token_sparse_attention(*changed)
     with pytest.raises(Mismatch):
         selfcheck.check("token_sparse_attention", (out.roll(1, 2) if mistake == "query order" else out, lse), args)
+
+
+@pytest.mark.parametrize("mistake", ["tail", "sign", "token order", "output"])
+def test_a_wrong_difference(mistake):
+    """What an anchor keeps, dense - output in group order."""
+    args = case(384)["token_sparse_attention"]
+    q, k, v, groups, selection, tail, _, scale, _, _ = args
+    dense, _ = dense_attention(q, k, v, scale=scale)
+    args = (q, k, v, groups, selection, tail, None, scale, False, dense)
+    r, lse = attention.token_sparse_attention(*args)
+    assert selfcheck.check("token_sparse_attention", (r, lse), args)
+    wrong = {
+        "tail": lambda: attention.token_sparse_attention(*args[:5], None, *args[6:])[0],
+        "sign": lambda: -r,
+        "token order": lambda: r.gather(2, groups.order.long().argsort(-1)[..., None].expand_as(r)),
+        "output": lambda: attention.token_sparse_attention(*args[:9], None)[0],
+    }[mistake]()
+    with pytest.raises(Mismatch):
+        selfcheck.check("token_sparse_attention", (wrong, lse), args)
 
 
 def test_a_missing_residual_is_seen_where_it_is_small():
@@ -285,8 +316,10 @@ def test_the_settings_of_others_do_not_matter():
 
 def test_variants_tell_code_paths_apart():
     a = case()["token_sparse_attention"]
-    cases = (a, (*a[:5], None, *a[6:]), (*a[:6], None, *a[7:]), (*a[:8], False))
-    assert len({selfcheck.variant("token_sparse_attention", x) for x in cases}) == 4
+    cases = (
+        a, (*a[:5], None, *a[6:]), (*a[:5], 64, *a[6:]), (*a[:6], None, *a[7:]), (*a[:8], False, None), (*a[:6], None, *a[7:9], a[0]),
+    )  # fmt: skip
+    assert len({selfcheck.variant("token_sparse_attention", x) for x in cases}) == 6
     s = case()["select_keys"]
     cases = (s, (*s[:6], "cell32", *s[7:]), (*s[:7], ((0, 3),), s[8]))
     assert len({selfcheck.variant("select_keys", x) for x in cases}) == 3

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from mc_sparse.kernels import cell_order, compress_residual, dense_attention, group_queries, select_keys
+from mc_sparse.kernels import cell_order, compress_residual, dense_attention, group_queries, select_keys, sparse_residual
 from mc_sparse.mcsparse_core.cache import AnchorState
 from mc_sparse.mcsparse_core.forecast import cache_budget, state_bytes
 from mc_sparse.mcsparse_core.plan import Recipe
@@ -18,9 +18,9 @@ def test_bytes_of_a_state(residual, grouping, granularity, rows, heads, grid, di
     q = torch.randn(rows, heads, tokens, dim, generator=torch.Generator().manual_seed(0))
     cells = cell_order(grid)
     groups = group_queries(q, method=grouping, cells=cells)
-    _, lse = dense_attention(q, q, q, scale=dim**-0.5)
+    dense, lse = dense_attention(q, q, q, scale=dim**-0.5)
     selection = select_keys(q, q, lse, groups, density=0.3, cells=cells, granularity=granularity, scale=dim**-0.5)
-    kept = None if residual == "off" else compress_residual(q, groups, residual)
+    kept = None if residual == "off" else compress_residual(sparse_residual(q, q, q, groups, selection, dense), residual)
     assert AnchorState(0, (), groups, selection, kept).nbytes == state_bytes(recipe, rows, heads, tokens, dim)
 
 
