@@ -34,7 +34,7 @@ _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
     | {(256, "hopper"): Launch(64, 4, 3), (256, "wide"): Launch(64, 8, 3), (256, "narrow"): Launch(32, 8, 2)},
     "lagged": {(64, c): Launch(64, 4, 3) for c in _CARDS}
     | {(128, "hopper"): Launch(64, 8, 3), (128, "wide"): Launch(32, 8, 3), (128, "narrow"): Launch(32, 8, 3)},
-    "heaviest": {(64, c): Launch(4096, 8, 1) for c in ("hopper", "wide", "narrow")},  # tile: units in the sample
+    "heaviest": {(64, c): Launch(4096, 16, 1) for c in ("hopper", "wide", "narrow")},  # tile: units in the sample
     "pddp_moments": {(d, c): Launch(64, 4 if d == 64 else 8, 3) for d in (64, 128) for c in _CARDS},
     "pddp_direction": {(d, c): Launch(1, 4 if d == 64 else 8, 1, 168) for d in (64, 128) for c in _CARDS},
     "pddp_project": {(d, c): Launch(128, 4, 1) for d in (64, 128) for c in _CARDS},

@@ -51,7 +51,7 @@ def test_masses_on_hopper_otherwise():
 @pytest.mark.parametrize("target", triton_compile.TARGETS)
 def test_heaviest(target, per_bit, kept):
     chosen = launch("heaviest", 64, CAPABILITY[target])
-    pointers = dict(masses="fp32", candidates="i64", always="i8", order="i64", bits="i32", counts="i32", retained="fp32")
+    pointers = dict(masses="fp32", candidates="i32", always="i8", order="i64", bits="i32", counts="i32", retained="fp32")
     constants = {"PER_BIT": per_bit, "KEPT": kept, "SAMPLE": chosen.tile, "ROOM": triton_heaviest.ROOM * chosen.tile}
     if not kept:
         del pointers["always"]
