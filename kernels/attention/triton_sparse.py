@@ -32,7 +32,7 @@ INNER, OUTER = tl.constexpr(INT2_INNER), tl.constexpr(INT2_OUTER)
 # What `attend` does at the end, by residual format.
 EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "difference": 6}
 # Bytes for the rows and row numbers of the heads that are computed together.
-SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 64, 128 << 20, 3 << 29
+SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 40, 128 << 20, 3 << 30
 EXPAND_BLOCK, EXPAND_WORDS = 1024, 128
 AGAIN_PROGRAMS = 1024  # look for groups to run again
 ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -91,15 +91,11 @@ def expand(
         tl.store(numbers + found + after, tl.where(after < cells, length + after, 0), mask=found + after < wide)
     tl.debug_barrier()
     for first in range(0, words, WORDS):
-        # Four bits to a lane: their rank in the word is counted once.
-        word = first + tl.arange(0, WORDS)[:, None]
-        bit = tl.arange(0, 8)[None, :] * 4
-        mask = _words(bits, word, length, CELLS) + tl.zeros_like(bit)
-        at = tl.load(before + word, mask=word < words, other=0) + _popcount(mask & ((1 << bit) - 1))
-        for i in tl.static_range(4):
-            chosen = (mask >> (bit + i)) & 1
-            tl.store(numbers + at, word * 32 + bit + i, mask=chosen != 0)
-            at += chosen
+        word = first + tl.arange(0, WORDS)
+        bit = tl.arange(0, 32)[None, :]
+        mask = _words(bits, word, length, CELLS)[:, None]
+        at = tl.load(before + word, mask=word < words, other=0)[:, None] + _popcount(mask & ((1 << bit) - 1))
+        tl.store(numbers + at, word[:, None] * 32 + bit, mask=((mask >> bit) & 1) != 0)
 
 
 @triton.jit
@@ -133,7 +129,7 @@ def _residual(values, scales, row, d, D: tl.constexpr, EPILOGUE: tl.constexpr):
 @triton.jit
 def _program(
     program,
-    q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -149,8 +145,7 @@ def _program(
     d = tl.arange(0, BLOCK_D)
     token = tl.load(order + slots)
     q_tile = tl.load(q + h * q_h + token.to(tl.int64)[:, None] * q_s + d[None, :], mask=(token >= 0)[:, None] & (d < D)[None, :], other=0)
-    k += here * rows_h
-    v += here * rows_h
+    rows += here * rows_h
     numbers += local.to(tl.int64) * wide
     bias += local.to(tl.int64) * cells
     count = tl.load(counts + h * groups + group)
@@ -161,7 +156,7 @@ def _program(
     if not ONLINE:
         for i in tl.static_range(4):
             one = tl.load(numbers + tl.minimum(i, count - 1), mask=count > 0, other=0)
-            key = tl.load(k + one * BLOCK_D + d, mask=count > 0, other=0)
+            key = tl.load(rows + one * (2 * BLOCK_D) + d, mask=count > 0, other=0)
             logit = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
             if i == 0:
                 m = logit
@@ -174,8 +169,8 @@ def _program(
         at = tl.load(numbers + i + n)
         if FENCE:
             fence(at)
-        where = at[:, None] * BLOCK_D + d[None, :]
-        s = tl.dot(operand(q_tile), tl.trans(operand(tl.load(k + where))))
+        row = rows + at[:, None] * (2 * BLOCK_D) + d[None, :]
+        s = tl.dot(operand(q_tile), tl.trans(operand(tl.load(row))))
         if ONLINE:
             s *= scale
         else:
@@ -195,7 +190,7 @@ def _program(
         else:
             p = tl.exp2(s)
         l += tl.sum(p, 1)
-        v_tile = operand(tl.load(v + where))
+        v_tile = operand(tl.load(row + BLOCK_D))
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
     if not ONLINE:
         lost = (l > 1e30) | (l < 1e-30) | (l != l)
@@ -232,7 +227,7 @@ def _program(
     do_not_specialize_on_alignment=["lse", "order", "counts", "bias", "values", "scales", "again"],
 )
 def attend(
-    q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, programs,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -240,22 +235,22 @@ def attend(
     """All queries of some heads of one batch row, M queries of one group to a program.
 
     q, out, dense (H, S, D) by their strides; order (H, G*128) order_h apart; counts (H, G), lse (H, S) and the residual contiguous.
-    k, v (heads, S + cells, BLOCK_D): rows in cell order, then the pooled ones; numbers (heads, G, wide) which of them each group sees;
-    bias (heads, G, cells) of its pooled ones. These begin at head `first`, as does again (programs,): which programs must run online.
+    rows (heads, S + cells, 2, BLOCK_D): keys and values in cell order, then the pooled ones; numbers (heads, G, wide) which of them each
+    group sees; bias (heads, G, cells) of its pooled ones. These begin at head `first`; again (programs,) is 1 for programs to run online.
     """
     if ONLINE:
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
             if tl.load(again + program) != 0:
                 _program(
                     program,
-                    q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+                    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
                     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank,
                     with_lse, again, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
                 )  # fmt: skip
     else:
         _program(
             tl.program_id(0),
-            q, k, v, out, lse, order, numbers, counts, bias, values, scales, dense,
+            q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
             q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
             D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
         )  # fmt: skip
@@ -287,16 +282,15 @@ def token_sparse_attention(
     per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32)) + 4 * (keys + cells) * block_d
     for b in range(batch):
         for some in _heads_at_once(heads, per_head, device):
-            pooled = (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else (tail, tail)
-            rows = [gather_rows(x[b], selection.cells, some, p) for x, p in zip((k, v), pooled, strict=True)]
+            rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
             numbers, bias = _expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
             again = torch.ones(programs, dtype=torch.int32, device=device)
-            strides = [*q.stride()[1:3], rows[0].stride(0), *out.stride()[1:3], *minus.stride()[1:3], order.stride(1)]
+            strides = [*q.stride()[1:3], rows.stride(0), *out.stride()[1:3], *minus.stride()[1:3], order.stride(1)]
             launches = ((True, programs),) if dtype == torch.float16 else ((False, programs), (True, min(programs, AGAIN_PROGRAMS)))
             for online, grid in launches:
                 attend[(grid,)](
-                    q[b], *rows, out[b], out if lse is None else lse[b], order[b], numbers, selection.counts[b], bias,
+                    q[b], rows, out[b], out if lse is None else lse[b], order[b], numbers, selection.counts[b], bias,
                     values if residual is None else values[b], scales if residual is None else scales[b], minus[b],
                     *strides, some.start, groups.count, length, wide, cells, scale * LOG2_E.value, rank, int(with_lse), again, programs,
                     D=dim, BLOCK_D=block_d, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=online,

@@ -78,12 +78,24 @@ def size_of(fmt: str, shape: torch.Size) -> int:
 def compress(r: Tensor, fmt: str) -> Residual:
     """Some heads at a time; a rank above D is stored as D."""
     rank = rank_of(fmt)
+    if rank is not None:
+        return _compress_rank(r, fmt, min(rank, r.shape[3]))
     rows = []
     for row in r:
-        heads = (row[some].float() for some in _heads_at_once(r))
-        encoded = [_ENCODE[fmt](x) if rank is None else _encode_rank(x, min(rank, r.shape[3])) for x in heads]
+        encoded = [_ENCODE[fmt](row[some].float()) for some in _heads_at_once(r)]
         rows.append([torch.cat(part) for part in zip(*encoded, strict=True)])
     return Residual(fmt, tuple(torch.stack(part) for part in zip(*rows, strict=True)), tuple(r.shape))
+
+
+def _compress_rank(r: Tensor, fmt: str, rank: int) -> Residual:
+    """All heads' directions are found together: many small matrices cost a GPU little more than one."""
+    gram = torch.cat([_gram(row[some].float()) for row in r for some in _heads_at_once(r)])
+    directions = top_directions(gram, rank).bfloat16().unflatten(0, r.shape[:2])
+    u = torch.empty((*r.shape[:3], rank), dtype=torch.bfloat16, device=r.device)
+    for b, row in enumerate(r):
+        for some in _heads_at_once(r):
+            u[b, some] = row[some].float() @ directions[b, some].float().mT
+    return Residual(fmt, (u, directions), tuple(r.shape))
 
 
 def energy(x: Tensor) -> float:
@@ -102,11 +114,6 @@ def error_energy(r: Tensor, residual: Residual) -> float:
 
 def _heads_at_once(x: Tensor) -> Iterator[slice]:
     return chunks(x.shape[1], 4 * x.shape[2] * x.shape[3], x.device)
-
-
-def _encode_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    directions = top_directions(_gram(x), rank).bfloat16()
-    return (x @ directions.float().mT).bfloat16(), directions
 
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:
