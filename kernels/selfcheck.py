@@ -115,11 +115,10 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
         added = None if residual is None else residual.expand(b, h)[slots]
         if added is not None:
             yield _finite(added)
-        if dense is None:
-            rows_out = out[b, h, rows]
-        else:
-            yield _finite(dense[b, h, rows])
-            rows_out = (dense[b, h, rows].float() - out[b, h, slots].float()).to(q.dtype)
+        rows_out = out[b, h, rows] if dense is None else -out[b, h, slots]
+        if dense is not None:
+            added = -dense[b, h, rows].float()  # the difference is the output less dense, with the other sign
+            yield _finite(added)
         yield from _rows_agree(rows_out, lse[b, h, rows] if with_lse else None, read(queries), parts, added, scale)
 
 
