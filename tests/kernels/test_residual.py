@@ -78,6 +78,7 @@ def test_size_is_what_is_stored(fmt, dim):
     r = a_residual(dim)
     residual = compress_residual(r, fmt)
     assert residual.format == fmt and residual.shape == (2, 2, 384, dim)
+    assert all(t.is_contiguous() for t in residual.payload)
     assert residual.nbytes == size_of(fmt, r.shape) == sum(t.numel() * t.element_size() for t in residual.payload)
 
 
