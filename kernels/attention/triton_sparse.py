@@ -170,7 +170,9 @@ def _program(
         if FENCE:
             fence(at)
         row = rows + at[:, None] * (2 * BLOCK_D) + d[None, :]
-        s = tl.dot(operand(q_tile), tl.trans(operand(tl.load(row))))
+        v_tile = operand(tl.load(row + BLOCK_D))  # before k_tile: waiting for that, as `fence` needs, is then waiting for both
+        k_tile = operand(tl.load(row))
+        s = tl.dot(operand(q_tile), tl.trans(k_tile))
         if ONLINE:
             s *= scale
         else:
@@ -190,7 +192,6 @@ def _program(
         else:
             p = tl.exp2(s)
         l += tl.sum(p, 1)
-        v_tile = operand(tl.load(row + BLOCK_D))
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
     if not ONLINE:
         lost = (l > 1e30) | (l < 1e-30) | (l != l)
@@ -264,8 +265,8 @@ def token_sparse_attention(
     batch, heads, length, dim = q.shape
     keys, block_d, dtype, device = k.shape[2], padded(dim), q.dtype, q.device
     capability = Geometry.of(q, k).capability
-    how = launch("sparse", block_d, capability)
     q, k, v = half(q), half(k), half(v)
+    how = launch("sparse" if q.dtype == torch.bfloat16 else "sparse_online", block_d, capability)
     shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
     out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None

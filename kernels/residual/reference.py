@@ -29,6 +29,7 @@ FP8_MAX, FP16_MAX = 448.0, 65504.0
 INT2_INNER, INT2_OUTER, INT2_BOUNDARY = 0.45, 1.7, 1.05
 # Subspace iterations, each a product with the Gram matrix, on r + OVERSAMPLING columns.
 SUBSPACE_ITERATIONS, OVERSAMPLING = 6, 8
+GRAM_PARTS = 16  # of the rows of a head (it divides a group): one long sum would leave a GPU idle
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,26 +90,30 @@ def compress(r: Tensor, fmt: str) -> Residual:
 
 def _compress_rank(r: Tensor, fmt: str, rank: int) -> Residual:
     """All heads' directions are found together: many small matrices cost a GPU little more than one."""
-    gram = torch.cat([_gram(row[some].float()) for row in r for some in _heads_at_once(r)])
-    directions = top_directions(gram, rank).bfloat16().unflatten(0, r.shape[:2])
+    gram = torch.cat([_gram(row[some]) for row in r for some in _heads_at_once(r)])
+    directions = top_directions(gram, rank).bfloat16().contiguous().unflatten(0, r.shape[:2])
     u = torch.empty((*r.shape[:3], rank), dtype=torch.bfloat16, device=r.device)
     for b, row in enumerate(r):
         for some in _heads_at_once(r):
-            u[b, some] = row[some].float() @ directions[b, some].float().mT
+            u[b, some] = row[some] @ directions[b, some].to(r.dtype).mT
     return Residual(fmt, (u, directions), tuple(r.shape))
 
 
 def energy(x: Tensor) -> float:
     """Sum of squares of x (B, H, n, D)."""
-    return float(sum(row[some].float().square().sum(dtype=torch.float64) for row in x for some in _heads_at_once(x)))
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
 
 
 def error_energy(r: Tensor, residual: Residual) -> float:
     """||R - R'||^2."""
     error = r.new_zeros((), dtype=torch.float64)
-    for b in range(r.shape[0]):
-        for heads in _heads_at_once(r):
-            error += (r[b, heads].float() - residual.expand(b, heads)).square_().sum(dtype=torch.float64)
+    for b, row in enumerate(r):
+        for some in _heads_at_once(r):
+            if rank_of(residual.format) is None:
+                difference = row[some].float() - residual.expand(b, some)
+            else:
+                difference = torch.baddbmm(row[some], *(t[b, some].to(r.dtype) for t in residual.payload), alpha=-1)
+            error += torch.linalg.vector_norm(difference, dtype=torch.float64).square()
     return float(error)
 
 
@@ -141,9 +146,14 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """x^T x of each head up to a factor, which keeps the squares of any float32 values in range."""
-    x = x / x.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    return x.mT @ x
+    """x^T x of each head of x (heads, n, D), float32, up to a factor."""
+    if x.dtype != torch.float32 and x.device.type == "cuda" and hasattr(torch.ops.aten.bmm, "dtype"):  # since PyTorch 2.8
+        parts = x.unflatten(1, (GRAM_PARTS, -1)).flatten(0, 1)
+        return torch.bmm(parts.mT, parts, out_dtype=torch.float32).unflatten(0, (-1, GRAM_PARTS)).sum(1)
+    x = x.float()
+    x = x / x.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)  # squares of any float32 values stay in range
+    parts = x.unflatten(1, (GRAM_PARTS, -1))
+    return (parts.mT @ parts).sum(1)
 
 
 def _in_runs(x: Tensor) -> Tensor:
