@@ -2,6 +2,9 @@
 
     python benchmarks/bench_selection.py [--out FILE] [--quick] [--tune]
 
+--quick: two sizes, clustered data, no lagged selection. --tune: the kernels apart over their launch parameters. Both print the time of
+each kernel (laying the keys out, masses, choice).
+
 Correct first: the keys of sampled groups are compared with those of masses computed in float32 by PyTorch. `agreement` is the
 share of the selected keys that both have; `worst_exchange` how far from the threshold mass, relative to it, an exchanged key lies.
 Of the lagged selection, which computes the dense output too, `recall` is the share of the exact selection's keys that it has.
@@ -10,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import product
 
 import harness
@@ -19,14 +24,18 @@ import torch
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
 from mc_sparse.kernels.launch import Launch
 from mc_sparse.kernels.registry import BackendUnavailable
-from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_lagged, triton_select
+from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.selection.bits import popcount
 from mc_sparse.kernels.shapes import GROUP_SIZE
 from mc_sparse.kernels.testing import make_qkv
 
 SIZES = ((40, 75600, 128), (40, 32760, 128), (16, 32768, 64))
 GRIDS = {75600: (21, 45, 80), 32760: (21, 30, 52), 32768: (32, 32, 32)}
-DENSITY = 0.15
+QUICK_SIZES = ((40, 75600, 128), (16, 32768, 64))
+TUNE_SIZES = ((8, 75600, 128), (16, 32768, 64))
+DENSITIES = (0.10, 0.15)
+DENSITY = 0.15  # of lagged selection and of --tune
+COMPILERS = 12  # processes that compile at one time
 LEAST_AGREEMENT = 0.995
 OLDER_NOISE = 0.05  # the step that the lagged lse is from had q and k with this much more noise, of their standard deviation
 SLOW_HEADS = 2  # of a baseline too slow for all heads
@@ -119,40 +128,42 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
     cells = cell_order(GRIDS[length]).to("cuda")
     groups, method = grouped(q, length)
     lse = dense_attention(q, k, v)[1]
-    about = {"kind": kind, "groups": method, "H": heads, "S": length, "D": head_dim, "density": DENSITY}
+    about = {"kind": kind, "groups": method, "H": heads, "S": length, "D": head_dim}
     cases, rows = {}, []
 
-    for granularity in ("token", "cell32"):
-        def case(granularity=granularity):
-            return select_keys(q, k, lse, groups, density=DENSITY, cells=cells, granularity=granularity, backend="triton")
+    for density, granularity in product(DENSITIES, ("token", "cell32")):
+        def case(density=density, granularity=granularity):
+            return select_keys(q, k, lse, groups, density=density, cells=cells, granularity=granularity, backend="triton")
 
-        row = {"backend": "triton", "mode": "exact", **about, "granularity": granularity}
+        row = {"backend": "triton", "mode": "exact", **about, "density": density, "granularity": granularity}
         selection = case()
         if granularity == "token":
             row["agreement"], row["worst_exchange"] = agreement(selection, q, k, lse, groups)
-            assert bool((selection.counts == key_budget(DENSITY, length)).all()), "counts"
+            assert bool((selection.counts == key_budget(density, length)).all()), "counts"
             assert row["agreement"] >= LEAST_AGREEMENT, row
         row["retained"] = float(selection.retained.mean())
         del selection
         row["peak_bytes"] = harness.peak_extra(case)
-        cases[granularity] = case
-        rows.append((granularity, row))
+        name = f"{granularity} {density}"
+        cases[name] = case
+        rows.append((name, row))
 
-    before = dense_attention(noisy(q, OLDER_NOISE), noisy(k, OLDER_NOISE), v)[1]
+    if not quick:
+        before = dense_attention(noisy(q, OLDER_NOISE), noisy(k, OLDER_NOISE), v)[1]
 
-    def lagged():
-        return select_keys_lagged(q, k, v, before, groups, density=DENSITY, cells=cells)
+        def lagged():
+            return select_keys_lagged(q, k, v, before, groups, density=DENSITY, cells=cells)
 
-    row = {"backend": "triton", "mode": "lagged", **about, "granularity": "token", "older_noise": OLDER_NOISE}
-    out, lagged_lse, selection = lagged()
-    row["recall"] = recall(selection, cases["token"]())
-    row["output_error"] = harness.relative_error(out[:, :2], dense_attention(q[:, :2], k[:, :2], v[:, :2])[0])
-    row["lse_error"] = float((lagged_lse - lse).abs().max())
-    assert row["output_error"] < 0.01 and row["lse_error"] < 0.01, row
-    del out, lagged_lse, selection
-    row["peak_bytes"] = harness.peak_extra(lagged)
-    cases["lagged"] = lagged
-    rows.append(("lagged", row))
+        row = {"backend": "triton", "mode": "lagged", **about, "density": DENSITY, "granularity": "token", "older_noise": OLDER_NOISE}
+        out, lagged_lse, selection = lagged()
+        row["recall"] = recall(selection, cases[f"token {DENSITY}"]())
+        row["output_error"] = harness.relative_error(out[:, :2], dense_attention(q[:, :2], k[:, :2], v[:, :2])[0])
+        row["lse_error"] = float((lagged_lse - lse).abs().max())
+        assert row["output_error"] < 0.01 and row["lse_error"] < 0.01, row
+        del out, lagged_lse, selection
+        row["peak_bytes"] = harness.peak_extra(lagged)
+        cases["lagged"] = lagged
+        rows.append(("lagged", row))
 
     dense_name, dense = dense_case(q, k, v)
     cases[dense_name] = dense
@@ -161,6 +172,8 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
         cases["flash-colreduce"] = colreduce
         rows.append(("flash-colreduce", {"backend": "flash-colreduce", "mode": "masses only", **about, "measured_heads": SLOW_HEADS}))
     times = harness.interleaved(cases, rounds=3 if quick else 5, warmup=1)
+    for granularity in ("token", "cell32"):
+        print(f"H{heads} S{length} D{head_dim} {granularity} {DENSITY}:", breakdown(q, k, lse, groups, cells, granularity))
     out = []
     for name, row in rows:
         scaled = heads / row["measured_heads"] if "measured_heads" in row else 1
@@ -170,57 +183,131 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
     return out
 
 
-def tune(seconds: float = 75) -> list[dict]:
-    """Times the kernels apart over their launch parameters and variants, at 8 heads of the largest size; most of it is compiling."""
-    heads, length, head_dim = 8, 75600, 128
-    q, k, v = make_inputs(heads, length, head_dim, "clustered")
-    cells = cell_order(GRIDS[length]).to("cuda")
-    groups, _ = grouped(q, length)
-    lse = dense_attention(q, k, v)[1]
-    dense_name, dense = dense_case(q, k, v)
-    dense_ms = harness.interleaved({dense_name: dense}, rounds=3)[dense_name].ms
-    all_rows = heads * groups.count
-    rows, memory = next(triton_heaviest.scratch_rows(all_rows, length, q.device))
-    truth = torch.empty_like(memory)
-    part = len(rows) / all_rows
-    print(f"{dense_name} dense, 8 heads: {dense_ms:.2f} ms; {len(rows)} rows of {all_rows} at once")
-    launches = [Launch(64, 4, stages, registers) for stages, registers in product((1, 2, 3, 4), (None, 128))]
-    launches += [Launch(64, 4, 2, 168), Launch(64, 8, 2), Launch(64, 8, 3), Launch(128, 4, 2), Launch(128, 8, 1), Launch(128, 8, 2),
-                 Launch(128, 8, 2, 128), Launch(128, 8, 3)]  # fmt: skip
-    variants = [triton_select.Variant(described=d, polynomial=p) for d, p in ((True, 0), (True, 2), (False, 0), (True, 4))]
-    triton_select.Masses.of(q, k, lse, groups, cells, head_dim**-0.5, variants[0], Launch(64, 4, 2)).compute(rows, truth)
-    begin, out = time.monotonic(), []
-    for variant, parameters in product(variants, launches):
-        if time.monotonic() - begin > seconds:
-            print("time is up")
-            break
-        row = {"kernel": "mass", "described": variant.described, "polynomial": variant.polynomial, **parameters._asdict()}
-        try:
-            masses = triton_select.Masses.of(q, k, lse, groups, cells, head_dim**-0.5, variant, parameters)
-            masses.compute(rows, memory)
-        except Exception as error:  # too much shared memory, say: a line of the table
-            print(row, type(error).__name__, str(error).splitlines()[0][:100] if str(error) else "")
-            continue
-        row["error"] = float(((memory - truth).abs() / truth.clamp_min(1e-9))[:, :length].max())
-        row["ms"] = harness.interleaved({"": lambda m=masses: m.compute(rows, memory)}, rounds=3, warmup=1)[""].ms
-        row["tflops"] = 2 * len(rows) * GROUP_SIZE * length * head_dim / row["ms"] / 1e9
-        row[f"of_{dense_name}"] = row["ms"] / (dense_ms * part)
-        out.append(row)
-    for sample, warps in product((4096, 8192), (8, 16, 32)):
-        choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", (), Launch(sample, warps, 1))
-        choice.choose(rows, truth)
-        ms = harness.interleaved({"": lambda c=choice: c.choose(rows, truth)}, rounds=3, warmup=1)[""].ms
-        out.append({"kernel": "heaviest", "sample": sample, "warps": warps, "ms": ms, f"of_{dense_name}": ms / (dense_ms * part)})
-    scale = head_dim**-0.5
-    for parameters in (Launch(64, 8, 2), Launch(64, 8, 3), Launch(128, 8, 2), Launch(64, 8, 2, 128), Launch(64, 4, 2)):
-        def case(parameters=parameters):
-            return triton_lagged.select_keys_lagged(q, k, v, lse, groups, DENSITY, cells, "token", (), scale, parameters)
+def breakdown(q, k, lse, groups, cells, granularity: str) -> str:
+    """Milliseconds of each part of one selection, in words."""
+    choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, granularity, ())
+    masses = triton_select.Masses.of(q, k, lse, groups, cells, granularity, q.shape[3] ** -0.5)
+    parts = list(triton_heaviest.pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes))
+    piece, memory = parts[0]
+    keys = triton_select.laid_out(k, cells, piece.heads)
+    cases = {
+        "keys": lambda: triton_select.laid_out(k, cells, piece.heads),
+        "masses": lambda: masses.launch_kernel(piece, keys, memory),
+        "choice": lambda: choice.choose(piece.rows, memory),
+    }
+    times = harness.interleaved(cases, rounds=5, warmup=1)
+    scaled = {"keys": q.shape[1] / len(piece.heads), "masses": choice.rows / len(piece.rows), "choice": choice.rows / len(piece.rows)}
+    return ", ".join(f"{name} {times[name].ms * scaled[name]:.2f} ms" for name in cases) + f" (of the first of {len(parts)} parts, scaled)"
 
-        ms = harness.interleaved({"": case}, rounds=3, warmup=1)[""].ms
-        out.append({"kernel": "lagged", **parameters._asdict(), "ms": ms, f"of_{dense_name}": ms / dense_ms})
-    for row in sorted(out, key=lambda r: (r["kernel"], r["ms"])):
+
+def mass_settings(head_dim: int) -> list[tuple[Launch, bool]]:
+    """(launch parameters, polynomial): one or two groups a program."""
+    pairs = [Launch(64, 4, stages, registers, 256) for stages, registers in product((2, 3, 4), (208, 232, 255))]
+    single = [Launch(64, 4, stages, registers) for stages, registers in product((2, 3), (160, 168, 184, 232))]
+    return [(p, False) for p in [*pairs, Launch(64, 4, 3, None, 256), *single, Launch(64, 4, 4, 184)]] + [
+        (Launch(64, 4, 3, 232, 256), True), (Launch(64, 4, 3, 184), True)
+    ]  # fmt: skip
+
+
+def choice_settings() -> list[tuple[Launch, int]]:
+    """(launch parameters, units of a thread in a step)."""
+    shapes = ((4096, 8, 4), (4096, 8, 8), (4096, 16, 4), (2048, 4, 4), (2048, 8, 4), (8192, 16, 4))
+    return [(Launch(sample, warps, stages), units) for (sample, warps, units), stages in product(shapes, (1, 2, 4, 6))]
+
+
+def compile_some(index: int) -> None:
+    """Fills the compiler's cache with every COMPILERS-th setting, by a run on tiny inputs."""
+    for _, _, head_dim in TUNE_SIZES:
+        q, k, _ = make_inputs(2, 1024, head_dim, "random")
+        groups, cells, lse = group_queries(q, method="cells", cells=cell_order((4, 16, 16))), cell_order((4, 16, 16)), q[..., 0].float()
+        work = [*mass_settings(head_dim), *(choice_settings() if head_dim == 128 else [])]
+        for parameters, other in work[index::COMPILERS]:
+            try:
+                tune_case(q, k, lse, groups, cells.to("cuda"), parameters, other)()
+            except Exception as error:  # the one that tunes says it again
+                print(parameters, type(error).__name__)
+    torch.cuda.synchronize()
+
+
+def tune_case(q, k, lse, groups, cells, parameters: Launch, other: bool | int, masses=None):
+    """A call of the mass kernel on all rows, or (other is a number) of the choice on the first of them."""
+    if isinstance(other, bool):
+        choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
+        mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", q.shape[3] ** -0.5, parameters)
+        mass = replace(mass, polynomial=other)
+        parts = list(triton_heaviest.pieces(choice, parameters.queries // GROUP_SIZE, mass.key_bytes))
+
+        def compute():
+            for piece, memory in parts:
+                mass.compute(piece, memory)
+            return parts[-1]
+
+        return compute
+    choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", (), parameters)
+    rows = range(min(1584, choice.rows))
+    if masses is None:
+        masses = torch.zeros(len(rows), triton_heaviest.row_width(k.shape[2]), device="cuda")
+
+    def choose():
+        triton_heaviest.PER_THREAD = other
+        choice.choose(rows, masses)
+        return choice.selection.bits.flatten(0, 2)[: len(rows)]
+
+    return choose
+
+
+def tune() -> list[dict]:
+    """Times the kernels apart over their launch parameters; each is checked first."""
+    compilers = [subprocess.Popen([sys.executable, __file__, "--compile", str(i)]) for i in range(COMPILERS)]
+    out = []
+    for heads, length, head_dim in TUNE_SIZES:
+        q, k, v = make_inputs(heads, length, head_dim, "clustered")
+        cells = cell_order(GRIDS[length]).to("cuda")
+        groups, _ = grouped(q, length)
+        lse = dense_attention(q, k, v)[1]
+        dense_name, dense = dense_case(q, k, v)
+        for compiler in compilers:
+            compiler.wait()
+        dense_ms = harness.interleaved({dense_name: dense}, rounds=5)[dense_name].ms
+        print(f"H{heads} S{length} D{head_dim} {dense_name} dense: {dense_ms:.2f} ms", flush=True)
+        for parameters, polynomial in mass_settings(head_dim):
+            row = {"kernel": "mass", "D": head_dim, "polynomial": polynomial, **parameters._asdict()}
+            try:
+                case = tune_case(q, k, lse, groups, cells, parameters, polynomial)
+                piece, memory = case()
+            except Exception as error:  # too much shared memory, say: a line of the table
+                print(row, type(error).__name__, str(error).splitlines()[0][:100] if str(error) else "")
+                continue
+            some = piece.rows[:: len(piece.rows) // 3]
+            row["error"] = max(mass_error(q, k, lse, groups, cells, r, memory[r - piece.rows.start]) for r in some)
+            times = harness.interleaved({"": case, dense_name: dense}, rounds=3, warmup=1)
+            row["ms"], row[f"of_{dense_name}"] = times[""].ms, times[""].ms / times[dense_name].ms
+            out.append(row)
+        if head_dim == 128:
+            choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
+            mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", head_dim**-0.5)
+            piece, memory = next(triton_heaviest.pieces(choice, mass.launch.queries // GROUP_SIZE, mass.key_bytes))
+            mass.compute(piece, memory)
+            expected, default = None, triton_heaviest.PER_THREAD
+            for parameters, units in choice_settings():
+                case = tune_case(q, k, lse, groups, cells, parameters, units, memory)
+                bits = case()
+                expected = bits if expected is None else expected
+                right = torch.equal(bits, expected)
+                ms = harness.interleaved({"": case}, rounds=5, warmup=1)[""].ms * 40 * groups.count / len(bits)
+                out.append({"kernel": "choice", "sample": parameters.tile, "warps": parameters.warps, "units": units,
+                            "stages": parameters.stages, "right": right, "ms": ms, "of": "40 heads"})  # fmt: skip
+            triton_heaviest.PER_THREAD = default
+        del q, k, v
+    for row in sorted(out, key=lambda r: (r["kernel"], r.get("D", 0), r["ms"])):
         print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))
     return out
+
+
+def mass_error(q, k, lse, groups, cells, row: int, found: torch.Tensor) -> float:
+    """Relative error of one row of masses."""
+    truth = exact_masses(q, k, lse, groups, row // groups.count, row % groups.count)[cells.order]
+    return harness.relative_error(found[: truth.numel()], truth)
 
 
 def table(rows: list[dict]) -> None:
@@ -229,7 +316,8 @@ def table(rows: list[dict]) -> None:
         share = f"{row['agreement']:.5f} ({row['worst_exchange']:.1e})" if "worst_exchange" in row else f"{row.get('recall', math.nan):.5f}"
         print(
             f"{row['backend']:16} {row['mode']:12} {row['kind']:10} {row['groups']:6} H{row['H']} S{row['S']} D{row['D']} "
-            f"{row.get('granularity', ''):7} {row['ms']:9.2f} ms +-{row['spread']:.2f} {row['ratio']:.3f} of {dense[:-3]} "
+            f"{row.get('granularity', ''):7} {row.get('density', '')} "
+            f"{row['ms']:9.2f} ms +-{row['spread']:.2f} {row['ratio']:.3f} of {dense[:-3]} "
             f"({row[dense]:.2f} ms) agreement {share} peak {row.get('peak_bytes', 0) / 1e9:.2f} GB"
         )
 
@@ -237,15 +325,19 @@ def table(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="clustered data only, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="two sizes, clustered data, fewer rounds")
     parser.add_argument("--tune", action="store_true", help="sweep launch parameters instead")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.compile is not None:
+        return compile_some(arguments.compile)
     rows = []
     if arguments.tune:
         rows = tune()
     else:
-        for size, kind in product(SIZES, ("clustered",) if arguments.quick else ("clustered", "random")):
+        sizes, kinds = (QUICK_SIZES, ("clustered",)) if arguments.quick else (SIZES, ("clustered", "random"))
+        for size, kind in product(sizes, kinds):
             rows += measure(*size, kind, arguments.quick)
             torch.cuda.empty_cache()
     if arguments.out:

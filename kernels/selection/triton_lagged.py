@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, card, launch
-from ..shapes import CellOrder, Geometry, KeySelection, QueryGroups
+from ..launch import Launch, launch
+from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups
 from ..triton_support import NAME, half, operand, padded
 from . import LAGGED_LIFT, LAGGED_REACH, triton_select
-from .triton_heaviest import Choice, scratch_rows
-from .triton_select import PLAIN, VARIANTS, TensorDescriptor, describable, key_numbers, load_queries, load_tile
+from .triton_heaviest import Choice, Piece, pieces
+from .triton_select import described, laid_out, load_queries, load_tile, source, store_masses
 
 __all__ = ["NAME", "select_keys_lagged", "why_not"]
 
@@ -37,39 +37,38 @@ def select_keys_lagged(
     dtype = q.dtype
     q, k, v = half(q), half(k), half(v)
     capability = Geometry.of(q, k).capability
-    described = VARIANTS.get(card(capability), PLAIN).described
     dim, length = padded(q.shape[3]), k.shape[2]
     parameters = parameters or launch("lagged", dim, capability)
     lift, reach = LAGGED_LIFT[q.dtype], LAGGED_REACH[q.dtype]
     with torch.cuda.device_of(q):
         choice = Choice.of(q, k, groups, density, cells, granularity, kept)
-        if described:
-            k, v = describable(k), describable(v)
-        sources = [TensorDescriptor(x, x.shape, x.stride(), [1, 1, parameters.tile, dim]) if described else x for x in (k, v)]
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         weights = lse_before.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # the lse that p is relative to
         far = torch.empty(choice.rows, dtype=torch.int8, device=q.device)
-        members, keys = groups.expanded(*q.shape[:2]), key_numbers(cells, described)
-        strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *members.stride()[:2]
-        shape = q.shape[3], dim, parameters.tile, described
+        members = groups.expanded(*q.shape[:2])
+        strides = *q.stride()[:3], *members.stride()[:2]
+        shape = q.shape[3], dim, parameters.tile, described(capability)
         base2 = scale * math.log2(math.e)
 
-        def attend(rows: range, masses: Tensor, numbers: tuple[int, ...], again: bool) -> None:
-            lagged_kernel[(len(rows),)](
-                q, *sources, weights, members, keys, masses, out, lse, far,
-                *numbers, masses.stride(0), base2, *strides, *out.stride(), *shape, lift, again, **parameters.options,
-            )  # fmt: skip
+        def run(piece: Piece, masses: Tensor) -> None:
+            keys, values = (source(laid_out(x, cells, piece.heads), parameters.tile, described(capability)) for x in (k, v))
+            grid = (len(piece.rows),)
+            numbers = piece.rows.start, piece.heads.start, q.shape[1], groups.count, q.shape[2], length
 
-        for rows, masses in scratch_rows(choice.rows, length, q.device):
-            numbers = rows.start, q.shape[1], groups.count, q.shape[2], length
-            attend(rows, masses, numbers, again=False)
-            correct_kernel[(len(rows),)](
-                q, sources[0], weights, members, keys, lse, far,
-                *numbers, base2, *strides[:6], *strides[9:], *shape, reach, **parameters.options,
-            )  # fmt: skip
-            attend(rows, masses, numbers, again=True)
-            choice.choose(rows, masses)
+            def attend(again: bool) -> None:
+                lagged_kernel[grid](
+                    q, keys, values, weights, members, masses, out, lse, far, *numbers, masses.stride(0), base2, *strides, *out.stride(),
+                    *shape, GRANULARITIES[granularity], lift, again, **parameters.options,
+                )  # fmt: skip
+
+            attend(again=False)
+            correct_kernel[grid](q, keys, weights, members, lse, far, *numbers, base2, *strides, *shape, reach, **parameters.options)
+            attend(again=True)
+
+        for piece, masses in pieces(choice, 1, 2 * length * dim * k.element_size()):
+            run(piece, masses)
+            choice.choose(piece.rows, masses)
     return out.to(dtype), lse, choice.selection
 
 
@@ -87,11 +86,11 @@ def _group(
     return row, b, h, at, live, operand(load_queries(q + b * q_batch + h * q_head, at, live, q_token, D, D_PADDED))
 
 
-@triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
+@triton.jit(do_not_specialize=["first_row", "first_head", "heads", "groups", "q_length", "k_length"])
 def correct_kernel(
-    q, k, weights, members, keys, lse, far,
-    first_row, heads, groups, q_length, k_length, scale,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, members_batch, members_head,
+    q, k, weights, members, lse, far,
+    first_row, first_head, heads, groups, q_length, k_length, scale,
+    q_batch, q_head, q_token, members_batch, members_head,
     D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Marks groups with a query whose lse found is further than REACH (base 2) from its weight, and sets that weight to the exact lse."""
@@ -104,13 +103,11 @@ def correct_kernel(
     again = tl.max(off.to(tl.int32))
     tl.store(far + row, again)
     if again:
-        if not DESCRIBED:
-            k += b * k_batch + h * k_head
         most = tl.full([128], float("-inf"), tl.float32)
         total = tl.zeros([128], tl.float32)
         for start in range(0, k_length, TILE):
             column = start + tl.arange(0, TILE)
-            tile = load_tile(k, b, h, start, tl.load(keys + column), k_token, D, D_PADDED, TILE, DESCRIBED)
+            tile = load_tile(k, row // groups - first_head, start, k_length, D_PADDED, TILE, DESCRIBED)
             scores = tl.dot(queries, tl.trans(operand(tile))) * scale
             scores = tl.where((column < k_length)[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))
@@ -119,13 +116,13 @@ def correct_kernel(
         tl.store(weights + place, (most + tl.log2(total)) * 0.6931471805599453, mask=off)
 
 
-@triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
+@triton.jit(do_not_specialize=["first_row", "first_head", "heads", "groups", "q_length", "k_length"])
 def lagged_kernel(
-    q, k, v, weights, members, keys, mass, out, lse, far,
-    first_row, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, members_batch, members_head,
-    out_batch, out_head, out_token, out_column,
-    D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr, LIFT: tl.constexpr, AGAIN: tl.constexpr,
+    q, k, v, weights, members, mass, out, lse, far,
+    first_row, first_head, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
+    q_batch, q_head, q_token, members_batch, members_head, out_batch, out_head, out_token, out_column,
+    D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr,
+    PER_BIT: tl.constexpr, LIFT: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Output and lse of one group's queries, and the masses of all keys, a program. AGAIN: of the groups that are marked only."""
     if AGAIN:  # noqa: SIM102 (the compiler decides this one, the card the other)
@@ -137,20 +134,16 @@ def lagged_kernel(
     place = (b * heads + h) * q_length + at
     shift = tl.where(live, tl.load(weights + place) * 1.4426950408889634 - LIFT, float("inf"))  # exp2(-inf) = 0
     mass += tl.program_id(0).to(tl.int64) * width
-    if not DESCRIBED:
-        k += b * k_batch + h * k_head
-        v += b * v_batch + h * v_head
+    head_here = row // groups - first_head
     acc = tl.zeros([128, D_PADDED], tl.float32)
     total = tl.zeros([128], tl.float32)
     for start in range(0, k_length, TILE):
-        column = start + tl.arange(0, TILE)
-        key = tl.load(keys + column)
-        k_tile = load_tile(k, b, h, start, key, k_token, D, D_PADDED, TILE, DESCRIBED)
+        k_tile = load_tile(k, head_here, start, k_length, D_PADDED, TILE, DESCRIBED)
         p = tl.exp2(tl.dot(queries, tl.trans(operand(k_tile))) * scale - shift[:, None])  # [128, TILE]
-        p = tl.where((column < k_length)[None, :], p, 0.0)
+        p = tl.where((start + tl.arange(0, TILE) < k_length)[None, :], p, 0.0)
         total += tl.sum(p, 1)
-        tl.store(mass + (key if DESCRIBED else column), tl.sum(p, 0))
-        v_tile = load_tile(v, b, h, start, key, v_token, D, D_PADDED, TILE, DESCRIBED)
+        store_masses(mass, tl.sum(p, 0), start, k_length, True, PER_BIT, TILE)
+        v_tile = load_tile(v, head_here, start, k_length, D_PADDED, TILE, DESCRIBED)
         acc = tl.dot(operand(p.to(v_tile.dtype)), operand(v_tile), acc)
 
     d = tl.arange(0, D_PADDED)

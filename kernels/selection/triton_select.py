@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .. import triton_support
 from ..launch import Launch, card, launch
-from ..shapes import GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
-from ..triton_support import INTERPRETED, NAME, half, operand, padded
-from .triton_heaviest import Choice, row_width, scratch_rows
+from ..pooling.triton_pool import _gather
+from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
+from ..triton_support import NAME, half, operand, padded
+from .triton_heaviest import Choice, Piece, pieces
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,27 +24,14 @@ except ImportError:  # before Triton 3.4
 __all__ = ["NAME", "select_keys", "why_not"]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How the masses are computed.
-
-    described: K arrives in token order through a tensor descriptor (TMA) and the masses are written to their places, else K is
-    gathered in cell order by pointers. polynomial: of 8 exponentials, how many (0, 2 or 4) are a polynomial on the FMA units
-    (relative error 1e-4) instead of the special function unit.
-    """
-
-    described: bool = False
-    polynomial: int = 0
-
-
-PLAIN = Variant()
-# What runs by card; the other variants are for benchmarks/bench_selection.py --tune. Hopper never gathers: before Triton 3.7 cp.async
-# is not fenced from wgmma (triton_support.needs_fence).
-VARIANTS = {"hopper": Variant(described=True)}
+def described(capability: tuple[int, int] | None) -> bool:
+    """Whether kernels read keys and values by tensor descriptor (TMA). On Hopper they do: before Triton 3.7 cp.async is not fenced
+    from wgmma there (triton_support.needs_fence)."""
+    return card(capability) == "hopper"
 
 
 def why_not(geometry: Geometry) -> str | None:
-    if TensorDescriptor is None and VARIANTS.get(card(geometry.capability), PLAIN).described:
+    if TensorDescriptor is None and described(geometry.capability):
         return f"needs Triton 3.4 or newer on this card, this is {triton.__version__}"
     return triton_support.why_not(geometry)
 
@@ -54,11 +42,21 @@ def select_keys(
 ) -> KeySelection:
     with torch.cuda.device_of(q):
         choice = Choice.of(q, k, groups, density, cells, granularity, kept)
-        masses = Masses.of(q, k, lse, groups, cells, scale)
-        for rows, scratch in scratch_rows(choice.rows, len(cells), q.device):
-            masses.compute(rows, scratch)
-            choice.choose(rows, scratch)
+        if choice.is_everything:
+            choice.choose_everything(_with_mass(lse, groups))
+            return choice.selection
+        masses = Masses.of(q, k, lse, groups, cells, granularity, scale)
+        for piece, scratch in pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes):
+            masses.compute(piece, scratch)
+            choice.choose(piece.rows, scratch)
     return choice.selection
+
+
+def _with_mass(lse: Tensor, groups: QueryGroups) -> Tensor:
+    """Groups (B, H, G) that hold a query whose lse is not -inf, bool."""
+    members = groups.expanded(*lse.shape[:2]).long()
+    counts = (lse > float("-inf")).gather(2, members.clamp(min=0)) & (members >= 0)
+    return counts.view(*lse.shape[:2], groups.count, GROUP_SIZE).any(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,54 +67,60 @@ class Masses:
     k: Tensor
     lse: Tensor  # (B, H, Sq) float32, contiguous
     members: Tensor  # (B, H, G*C) int32, a view: the groups' order
-    keys: Tensor  # (width,) int32: tokens in cell order, or places in token order, padded
+    cells: CellOrder
+    per_bit: int  # keys of a unit
     scale: float
-    variant: Variant
     launch: Launch
+    described: bool
+    polynomial: bool = False  # a quarter of the exponentials by polynomial, on Hopper: relative error 1e-4
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, scale: float,
-        variant: Variant | None = None, parameters: Launch | None = None,
+        cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, granularity: str, scale: float,
+        parameters: Launch | None = None,
     ) -> Masses:
         q, k = half(q), half(k)
         capability = Geometry.of(q, k).capability
         parameters = parameters or launch("mass", padded(q.shape[3]), capability)
-        variant = variant or VARIANTS.get(card(capability), PLAIN)
-        if variant.described:
-            k = describable(k)
         members = groups.expanded(q.shape[0], q.shape[1])
-        keys = key_numbers(cells, variant.described)
-        return cls(q, k, lse.float().contiguous(), members, keys, scale * math.log2(math.e), variant, parameters)
+        lse, scale = lse.float().contiguous(), scale * math.log2(math.e)
+        return cls(q, k, lse, members, cells, GRANULARITIES[granularity], scale, parameters, described(capability))
 
-    def compute(self, rows: range, out: Tensor) -> None:
-        """Masses of some rows (len(rows), width) in cell order; columns past the keys become 0."""
-        q, k, dim = self.q, self.k, padded(self.q.shape[3])
-        described, tile = self.variant.described, self.launch.tile
-        mass_kernel[(len(rows),)](
-            q, TensorDescriptor(k, k.shape, k.stride(), [1, 1, tile, dim]) if described else k,
-            self.lse, self.members, self.keys, out,
-            rows.start, q.shape[1], self.members.shape[2] // GROUP_SIZE, q.shape[2], k.shape[2], out.stride(0), self.scale,
-            *q.stride()[:3], *k.stride()[:3], *self.members.stride()[:2],
-            q.shape[3], dim, tile, described, 0 if INTERPRETED else self.variant.polynomial, **self.launch.options,
+    @property
+    def key_bytes(self) -> int:
+        """Of one head's keys, laid out."""
+        return self.k.shape[2] * padded(self.k.shape[3]) * self.k.element_size()
+
+    def compute(self, piece: Piece, out: Tensor) -> None:
+        """Masses of the units of some rows, (rows, width); columns past the units are left as they are."""
+        keys = laid_out(self.k, self.cells, piece.heads)
+        self.launch_kernel(piece, keys, out)
+
+    def launch_kernel(self, piece: Piece, keys: Tensor, out: Tensor) -> None:
+        q, parameters, dim = self.q, self.launch, keys.shape[1]
+        mass_kernel[(len(piece.programs),)](
+            q, source(keys, parameters.tile, self.described), self.lse, self.members, out,
+            piece.programs.start, piece.rows.start, piece.heads.start, q.shape[1], self.members.shape[2] // GROUP_SIZE,
+            q.shape[2], self.k.shape[2], out.stride(0), self.scale, *q.stride()[:3], *self.members.stride()[:2],
+            q.shape[3], dim, parameters.tile, self.per_bit, self.described, parameters.queries == 2 * GROUP_SIZE, self.polynomial,
+            **parameters.options,
         )  # fmt: skip
 
 
-def key_numbers(cells: CellOrder, described: bool) -> Tensor:
-    """(row_width,) int32: the token at each place, then 0, a row that exists; described: the place of each token, then on as the tokens."""
-    width = row_width(len(cells))
-    numbers = torch.arange(width, dtype=torch.int32, device=cells.order.device) if described else cells.order.new_zeros(width).int()
-    numbers[: len(cells)] = cells.place if described else cells.order
-    return numbers
+def laid_out(x: Tensor, cells: CellOrder, heads: range) -> Tensor:
+    """Rows of x (B, H, S, D), last stride 1, of some of the B * H heads in cell order: (heads * S, D padded), 0 past D."""
+    per_batch, length, dim = x.shape[1:]
+    rows = x.new_empty(len(heads), length, padded(dim))
+    for b in range(heads.start // per_batch, (heads.stop - 1) // per_batch + 1):
+        some = range(max(heads.start, b * per_batch), min(heads.stop, (b + 1) * per_batch))
+        part = rows[some.start - heads.start : some.stop - heads.start]
+        _gather(x[b], cells, slice(some.start - b * per_batch, some.stop - b * per_batch), part, part, padded(dim), 0, padded(dim))
+    return rows.flatten(0, 1)
 
 
-def describable(x: Tensor) -> Tensor:
-    """x (B, H, S, D), last stride 1, as it is where a tensor descriptor can be made of it, else a copy with aligned rows."""
-    unit = 16 // x.element_size()  # descriptors want 16-byte alignment of the first element and of every stride
-    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3]):
-        return x
-    rows = x.new_empty((*x.shape[:3], -(-x.shape[3] // unit) * unit))
-    return rows[..., : x.shape[3]].copy_(x)
+def source(rows: Tensor, tile: int, by_descriptor: bool):
+    """What a kernel reads laid out rows from."""
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [tile, rows.shape[1]]) if by_descriptor else rows
 
 
 @triton.jit
@@ -128,56 +132,106 @@ def load_queries(q, at, live, q_token, D: tl.constexpr, D_PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x, b, h, start, key, x_token, D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr):
-    """TILE rows of k or v, [TILE, D_PADDED], 0 past D: by descriptor the tokens from `start` on, else the rows `key` of the head x."""
-    d = tl.arange(0, D_PADDED)
+def load_tile(x, head, start, length, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr):
+    """TILE rows of laid out keys or values, [TILE, D_PADDED], from place `start` of a head on; past the head's end something finite."""
     if DESCRIBED:
-        tile = tl.reshape(x.load([b.to(tl.int32), h.to(tl.int32), start, 0]), (TILE, D_PADDED))
-    elif D == D_PADDED:
-        tile = tl.load(x + key.to(tl.int64)[:, None] * x_token + d[None, :])
+        tile = x.load([head * length + start, 0])  # the next head's rows, or 0
     else:
-        tile = tl.load(x + key.to(tl.int64)[:, None] * x_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+        place = tl.minimum(start + tl.arange(0, TILE), length - 1)
+        row = head.to(tl.int64) * length + place
+        tile = tl.load(x + row[:, None] * D_PADDED + tl.arange(0, D_PADDED)[None, :])
     return tile
 
 
-@triton.jit(do_not_specialize=["first_row", "heads", "groups", "q_length", "k_length"])
-def mass_kernel(
-    q, k, lse, members, keys, mass,
-    first_row, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
-    q_batch, q_head, q_token, k_batch, k_head, k_token, members_batch, members_head,
-    D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, DESCRIBED: tl.constexpr, POLYNOMIAL: tl.constexpr,
-):  # fmt: skip
-    """Masses of all keys for one group a program.
+@triton.jit
+def store_masses(mass, total, start, length, live, PER_BIT: tl.constexpr, TILE: tl.constexpr):
+    """Stores the masses of the keys from place `start` on, [TILE], or of their cells, in a row that is live."""
+    place = start + tl.arange(0, TILE)
+    if PER_BIT == 1:
+        tl.store(mass + place, total, mask=(place >= 0) & (place < length) & live)
+    else:
+        total = tl.sum(tl.reshape(tl.where(place < length, total, 0.0), (TILE // PER_BIT, PER_BIT)), 1)
+        place = start + PER_BIT * tl.arange(0, TILE // PER_BIT)
+        tl.store(mass + place // PER_BIT, total, mask=(place >= 0) & (place < length) & live)
 
-    Scores are computed transposed, keys by queries, so that the sum over the group's queries stays inside a thread but for
-    two shuffles.
-    """
-    row = first_row + tl.program_id(0)
-    head = row // groups
+
+@triton.jit
+def _group(
+    q, lse, members, group, groups, head, heads, q_length,
+    q_batch, q_head, q_token, members_batch, members_head, D: tl.constexpr, D_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Of one group of a head: its q transposed [D_PADDED, 128], and its lse to base 2 [128], infinite where there is no query to count."""
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    token = tl.load(members + b * members_batch + h * members_head + row % groups * 128 + tl.arange(0, 128))  # [128], -1: none
+    i = tl.arange(0, 128)
+    token = tl.load(members + b * members_batch + h * members_head + group * 128 + i, mask=(group < groups) & (i >= 0), other=-1)
     live = token >= 0
     at = tl.where(live, token, 0).to(tl.int64)
     queries = tl.trans(operand(load_queries(q + b * q_batch + h * q_head, at, live, q_token, D, D_PADDED)))
     shift = tl.load(lse + head.to(tl.int64) * q_length + at) * 1.4426950408889634
-    shift = tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: these queries add no mass
+    return queries, tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: they add no mass
 
-    mass += tl.program_id(0).to(tl.int64) * width
+
+@triton.jit
+def _sums(exponents, POLYNOMIAL: tl.constexpr):
+    """Sums over the queries of 2**exponents [TILE, 128]."""
+    if POLYNOMIAL:
+        total = tl.sum(_exp2(exponents), 1)
+        total = tl.where(total < 1e-30, 0.0, total)  # the polynomial's exp2(-inf) is 1e-38
+    else:
+        total = tl.sum(tl.exp2(exponents), 1)
+    return total
+
+
+@triton.jit(do_not_specialize=["first_program", "first_row", "first_head", "heads", "groups", "q_length", "k_length"])
+def mass_kernel(
+    q, k, lse, members, mass,
+    first_program, first_row, first_head, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
+    q_batch, q_head, q_token, members_batch, members_head,
+    D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, PER_BIT: tl.constexpr,
+    DESCRIBED: tl.constexpr, PAIR: tl.constexpr, POLYNOMIAL: tl.constexpr,
+):  # fmt: skip
+    """Masses of all units for one group a program, or for two neighbours (PAIR), which halves the reading of k.
+
+    Scores are computed transposed, keys by queries, so that the sum over the group's queries stays inside a thread but for two
+    shuffles. On Hopper a product runs beside the exponentials of the one before: its exponents are carried through the loop. There
+    is no code behind the loop, for the compiler would merge its exponentials with those inside and take the overlap away.
+    """
+    each: tl.constexpr = 2 if PAIR else 1
+    program = first_program + tl.program_id(0)
+    programs_each = tl.cdiv(groups, each)  # of a head
+    head = program // programs_each
+    group = program % programs_each * each
+    queries, shift = _group(
+        q, lse, members, group, groups, head, heads, q_length, q_batch, q_head, q_token, members_batch, members_head, D, D_PADDED
+    )
+    row = mass + (head * groups + group - first_row).to(tl.int64) * width
+    head_here = head - first_head
     if not DESCRIBED:
-        k += b * k_batch + h * k_head
-    for start in range(0, k_length, TILE):
-        column = start + tl.arange(0, TILE)
-        key = tl.load(keys + column)  # [TILE]
-        tile = load_tile(k, b, h, start, key, k_token, D, D_PADDED, TILE, DESCRIBED)
-        exponents = tl.dot(operand(tile), queries) * scale - shift[None, :]  # [TILE, 128]
-        if POLYNOMIAL == 0:
-            total = tl.sum(tl.exp2(exponents), 1)
-        else:
-            total = tl.sum(_exp2(exponents, POLYNOMIAL), 1)
-            total = tl.where(total < 1e-30, 0.0, total)  # the polynomial's exp2(-inf) is 1e-38
-        total = tl.where(column < k_length, total, 0.0)
-        tl.store(mass + (key if DESCRIBED else column), total)
+        for start in range(0, k_length, TILE):
+            tile = operand(load_tile(k, head_here, start, k_length, D_PADDED, TILE, DESCRIBED))
+            total = _sums(tl.dot(tile, queries) * scale - shift[None, :], POLYNOMIAL)
+            store_masses(row, total, start, k_length, True, PER_BIT, TILE)
+    else:
+        last_row = row
+        is_there = True
+        if PAIR:
+            queries_2, shift_2 = _group(
+                q, lse, members, group + 1, groups, head, heads, q_length, q_batch, q_head, q_token, members_batch, members_head,
+                D, D_PADDED,
+            )  # fmt: skip
+            last_row += width
+            is_there = group + 1 < groups
+        exponents = tl.full([TILE, 128], float("-inf"), tl.float32)
+        for start in range(0, k_length + TILE, TILE):
+            tile = operand(load_tile(k, head_here, start, k_length, D_PADDED, TILE, DESCRIBED))
+            scores = tl.dot(tile, queries)
+            store_masses(last_row, _sums(exponents, POLYNOMIAL), start - TILE, k_length, is_there, PER_BIT, TILE)
+            exponents = scores * scale - shift[None, :]
+            if PAIR:
+                scores = tl.dot(tile, queries_2)
+                store_masses(row, _sums(exponents, POLYNOMIAL), start, k_length, True, PER_BIT, TILE)
+                exponents = scores * scale - shift_2[None, :]
 
 
 # 2**x, x <= 64 say: round x to n + f, a cubic for 2**f (relative error 7.6e-5), n into the exponent bits.
@@ -202,22 +256,20 @@ def _float_bits(x: float) -> str:
     return f"{torch.tensor(x, dtype=torch.float32).view(torch.int32).item() & 0xFFFFFFFF:08X}"
 
 
-def _exp2_assembly(polynomial: int) -> str:
+def _exp2_assembly() -> str:
     """exp2 of 8 values: those a thread holds of two adjacent columns, twice for two rows each, so both rows are treated alike."""
     cubic = {f"c{i}": _float_bits(c) for i, c in enumerate(_COEFFICIENTS)}
-    by_cubic = {2: (1, 3), 4: (1, 3, 5, 7)}[polynomial]
+    by_cubic = (1, 3)
     lines = ["{ .reg .f32 x, t, n, p; .reg .b32 i, j;"]
     for i in range(8):
         lines.append(_CUBIC.format(x=f"${8 + i}", y=f"${i}", **cubic) if i in by_cubic else f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
     return "\n".join([*lines, "}"])
 
 
-_EXP2_OF_2 = tl.constexpr(_exp2_assembly(2))
-_EXP2_OF_4 = tl.constexpr(_exp2_assembly(4))
+_EXP2 = tl.constexpr(_exp2_assembly())
 
 
 @triton.jit
-def _exp2(x, POLYNOMIAL: tl.constexpr):
-    """2**x, of every 8 values POLYNOMIAL by a polynomial."""
-    assembly: tl.constexpr = _EXP2_OF_2 if POLYNOMIAL == 2 else _EXP2_OF_4
-    return tl.inline_asm_elementwise(assembly, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=8)
+def _exp2(x):
+    """2**x, of every 8 values 2 by a polynomial."""
+    return tl.inline_asm_elementwise(_EXP2, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=8)

@@ -1,4 +1,6 @@
 """What the compiler makes of the selection kernels, for cards that are not here."""
+import re
+
 import pytest
 
 from mc_sparse.kernels.launch import launch
@@ -8,22 +10,34 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot 
 triton_compile = pytest.importorskip("mc_sparse.kernels.triton_compile")
 from mc_sparse.kernels.selection import triton_heaviest, triton_lagged, triton_select  # noqa: E402
 
-STRIDES = ("q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token", "members_batch", "members_head")
+STRIDES = ("q_batch", "q_head", "q_token", "members_batch", "members_head")
+NUMBERS = ("first_program", "first_row", "first_head", "heads", "groups", "q_length", "k_length")
 CAPABILITY = {target: divmod(target, 10) for target in triton_compile.TARGETS}
 
 
-def mass(target, head_dim, dtype="bf16", described=None, polynomial=0):
-    """Compiled as it runs on the card, but for the given variant."""
-    chosen = launch("mass", head_dim, CAPABILITY[target])
-    described = target == 90 if described is None else described
-    pointers = {name: f"*{kind}:16" for name, kind in dict(q=dtype, k=dtype, lse="fp32", members="i32", keys="i32", mass="fp32").items()}
+def signature(kernel, head_dim, tile, described, dtype="bf16"):
+    """Types of a mass kernel's arguments, those of them that `kernel` has."""
+    pointers = dict(q=dtype, k=dtype, v=dtype, lse="fp32", weights="fp32", members="i32", mass="fp32", out=dtype, far="i8")
+    types = {name: f"*{kind}:16" for name, kind in pointers.items()}
     if described:
-        pointers["k"] = f"tensordesc<{dtype}[1, 1, {chosen.tile}, {head_dim}]>"
-    numbers = dict.fromkeys(("first_row", "heads", "groups", "q_length", "k_length"), "i32") | {"width": "i32:16", "scale": "fp32"}
-    constants = {"D": head_dim, "D_PADDED": head_dim, "TILE": chosen.tile, "DESCRIBED": described, "POLYNOMIAL": polynomial}
+        types["k"] = types["v"] = f"tensordesc<{dtype}[{tile}, {head_dim}]>"
+    types |= dict.fromkeys(NUMBERS, "i32") | {"width": "i32:16", "scale": "fp32"}
+    types |= dict.fromkeys((*STRIDES, "out_batch", "out_head", "out_token"), "i32:16")
+    return {name: types[name] for name in kernel.arg_names if name in types}
+
+
+def compile_as(chosen, target, kernel, types, constants):
     limit = {} if chosen.registers is None else {"maxnreg": chosen.registers}
-    signature = pointers | numbers | dict.fromkeys(STRIDES, "i32:16")
-    return triton_compile.compile_for(target, triton_select.mass_kernel, signature, constants, chosen.warps, chosen.stages, **limit)
+    return triton_compile.compile_for(target, kernel, types, constants, chosen.warps, chosen.stages, **limit)
+
+
+def mass(target, head_dim, dtype="bf16", per_bit=1, polynomial=False):
+    """Compiled as it runs on the card."""
+    chosen, described = launch("mass", head_dim, CAPABILITY[target]), triton_select.described(CAPABILITY[target])
+    constants = {"D": head_dim, "D_PADDED": head_dim, "TILE": chosen.tile, "PER_BIT": per_bit, "DESCRIBED": described}
+    constants |= {"PAIR": chosen.queries == 256, "POLYNOMIAL": polynomial}
+    types = signature(triton_select.mass_kernel, head_dim, chosen.tile, described, dtype)
+    return compile_as(chosen, target, triton_select.mass_kernel, types, constants)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -33,53 +47,66 @@ def test_masses(target, head_dim):
     report = mass(target, head_dim)
     assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
     chosen = launch("mass", head_dim, CAPABILITY[target])
-    assert report.count(r"MUFU\.EX2") == chosen.tile * 128 // (32 * chosen.warps)
+    assert report.count(r"MUFU\.EX2") == chosen.tile * chosen.queries // (32 * chosen.warps)
     if target == 90:
         assert report.count("HGMMA") > 0 and report.count("UTMALDG") > 0
     else:
         assert report.count("HMMA") > 0 and report.count(r"LDGSTS\S*128") > 0
 
 
+@pytest.mark.parametrize("per_bit", [1, 32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_exponentials_run_beside_the_products_on_hopper(head_dim, per_bit):
+    """Most of them stand between the issue of a product and the wait for it, products are not serialised, and two programs fit an SM."""
+    report = mass(90, head_dim, per_bit=per_bit)
+    assert report.stack == 0 and 2 * (report.shared + 1024) <= 228 << 10
+    waits, beside, in_flight = 0, 0, False
+    for name in re.findall(r"WARPGROUP\.ARRIVE|WARPGROUP\.DEPBAR|MUFU\.EX2", report.sass):
+        waits += name == "WARPGROUP.DEPBAR"
+        in_flight = name == "WARPGROUP.ARRIVE" or (in_flight and name == "MUFU.EX2")
+        beside += in_flight and name == "MUFU.EX2"
+    assert waits == 2
+    assert beside >= 0.6 * report.count(r"MUFU\.EX2")
+
+
 def test_masses_on_hopper_otherwise():
-    """float16; some exponentials as polynomials."""
+    """float16; some exponentials as polynomials; large heads."""
     assert mass(90, 128, "fp16").count("HGMMA") > 0
-    mixed = mass(90, 128, polynomial=2)
-    assert mixed.stack == 0 and mixed.count(r"MUFU\.EX2") == 48
+    mixed = mass(90, 128, polynomial=True)
+    assert mixed.stack == 0 and mixed.count(r"MUFU\.EX2") == 96
+    assert mass(90, 256).stack == 0
 
 
 @pytest.mark.parametrize("per_bit, kept", [(1, False), (32, True)])
 @pytest.mark.parametrize("target", triton_compile.TARGETS)
 def test_heaviest(target, per_bit, kept):
+    """Also with the sample doubled, as for long rows."""
     chosen = launch("heaviest", 64, CAPABILITY[target])
     pointers = dict(masses="fp32", candidates="i32", always="i8", order="i64", bits="i32", counts="i32", retained="fp32")
-    constants = {"PER_BIT": per_bit, "KEPT": kept, "SAMPLE": chosen.tile, "ROOM": triton_heaviest.ROOM * chosen.tile}
-    if not kept:
-        del pointers["always"]
-        constants["always"] = None
-    numbers = dict.fromkeys(("first_row", "units", "keys", "budget", "step", "rank_low", "rank_high"), "i32") | {"width": "i32:16"}
-    signature = {name: f"*{kind}:16" for name, kind in pointers.items()} | numbers
-    report = triton_compile.compile_for(target, triton_heaviest.heaviest_kernel, signature, constants, chosen.warps, chosen.stages)
-    assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
+    numbers = ("first_row", "units", "keys", "budget", "kept_units", "step", "rank_low", "rank_high")
+    for times in (1, 2):
+        used = chosen._replace(tile=times * chosen.tile, warps=times * chosen.warps)
+        constants = {"PER_BIT": per_bit, "KEPT": kept, "SAMPLE": used.tile, "ROOM": triton_heaviest.ROOM * used.tile}
+        constants |= {"BLOCK": 32 * used.warps * triton_heaviest.PER_THREAD, "STAGES": used.stages}
+        if not kept:
+            constants["always"] = None
+        types = {name: f"*{kind}:16" for name, kind in pointers.items() if name not in constants}
+        types |= dict.fromkeys(numbers, "i32") | {"width": "i32:16"}
+        report = compile_as(used, target, triton_heaviest.heaviest_kernel, types, constants)
+        assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("target", triton_compile.TARGETS)
 def test_lagged(target, head_dim):
     """The pass that computes output and masses, and the rare one that corrects an lse, neither with spills."""
-    chosen = launch("lagged", head_dim, CAPABILITY[target])
-    described = target == 90
-    pointers = dict(q="bf16", k="bf16", v="bf16", weights="fp32", members="i32", keys="i32", mass="fp32", out="bf16", lse="fp32", far="i8")
-    signature = {name: f"*{kind}:16" for name, kind in pointers.items()}
-    if described:
-        signature["k"] = signature["v"] = f"tensordesc<bf16[1, 1, {chosen.tile}, {head_dim}]>"
-    signature |= dict.fromkeys(("first_row", "heads", "groups", "q_length", "k_length"), "i32") | {"width": "i32:16", "scale": "fp32"}
-    signature |= dict.fromkeys((*STRIDES, "v_batch", "v_head", "v_token", "out_batch", "out_head", "out_token"), "i32:16")
+    chosen, described = launch("lagged", head_dim, CAPABILITY[target]), triton_select.described(CAPABILITY[target])
     constants = {"D": head_dim, "D_PADDED": head_dim, "TILE": chosen.tile, "DESCRIBED": described}
-    attend = {"LIFT": 0, "AGAIN": True, "out_column": 1}
+    attend = {"PER_BIT": 1, "LIFT": 0, "AGAIN": True, "out_column": 1}
     kernels = {triton_lagged.lagged_kernel: constants | attend, triton_lagged.correct_kernel: constants | {"REACH": 60}}
     for kernel, values in kernels.items():
-        types = {name: signature[name] for name in kernel.arg_names if name in signature}
-        report = triton_compile.compile_for(target, kernel, types, values, chosen.warps, chosen.stages)
+        types = signature(kernel, head_dim, chosen.tile, described)
+        report = compile_as(chosen, target, kernel, types, values)
         assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
         assert report.count("HGMMA" if described else "HMMA") > 0
         assert report.count("UTMALDG" if described else r"LDGSTS\S*128") > 0

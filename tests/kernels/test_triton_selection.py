@@ -1,5 +1,6 @@
 """The Triton selection against the reference. Run with TRITON_INTERPRET=1 on a CPU, or on a CUDA machine."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,8 +8,9 @@ import torch
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
 from mc_sparse.kernels import launch as launch_table
 from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
+from mc_sparse.kernels.shapes import GRANULARITIES
 from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
-from mc_sparse.kernels.triton_support import INTERPRETED, needs_fence
+from mc_sparse.kernels.triton_support import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL_SAMPLE = 128
@@ -168,42 +170,50 @@ def test_a_bracket_that_misses(small_sample):
         assert chosen.nonzero().flatten().tolist() == masses[0].topk(256).indices.sort().values.tolist()
 
 
-def test_rows_in_parts_are_the_rows(monkeypatch):
-    """The result does not depend on how many rows of masses exist at a time."""
+@pytest.mark.parametrize("granularity", ["token", "cell32"])
+def test_rows_in_parts_are_the_rows(granularity, monkeypatch):
+    """The result does not depend on how many rows of masses exist at a time; a part may end inside a head or span batch rows."""
     q, k, lse, groups, cells = inputs(300, 200, batch=2)
     groups = type(groups)(groups.order.to(DEVICE), groups.length)
-    whole = select_keys(q, k, lse, groups, cells=cells, density=0.5, backend="triton")
-    monkeypatch.setattr(triton_heaviest, "SCRATCH_BYTES", 5 * 4 * triton_heaviest.row_width(200))
-    parts = select_keys(q, k, lse, groups, cells=cells, density=0.5, backend="triton")
-    assert torch.equal(whole.bits, parts.bits) and torch.equal(whole.retained, parts.retained)
+    arguments = {"cells": cells, "density": 0.5, "granularity": granularity, "backend": "triton"}
+    whole = select_keys(q, k, lse, groups, **arguments)
+    monkeypatch.setattr(triton_heaviest, "PROGRAMS_PER_MULTIPROCESSOR", 1 << 20)  # no rounding to whole multiprocessors
+    for rows in (1, 5):
+        row_bytes = 4 * triton_heaviest.row_width(200 // GRANULARITIES[granularity]) + 8 * triton_heaviest.ROOM * 4096 + 200 * 16 * 2
+        monkeypatch.setattr(triton_heaviest, "SCRATCH_BYTES", rows * row_bytes)
+        parts = select_keys(q, k, lse, groups, **arguments)
+        assert torch.equal(whole.bits, parts.bits) and torch.equal(whole.retained, parts.retained)
 
 
-@pytest.mark.parametrize("head_dim, offset, copied", [(64, 0, False), (64, 3, True), (36, 0, True)])
-def test_descriptors_want_aligned_rows(head_dim, offset, copied):
-    """What is not aligned is copied, to the same numbers."""
-    x = torch.randn(2 * 3 * 50 * head_dim + offset).bfloat16()[offset:].view(2, 3, 50, head_dim)
-    same = triton_select.describable(x)
-    assert torch.equal(same, x) and (same.data_ptr() != x.data_ptr()) == copied
-    assert same.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in same.stride()[:3])
-    assert triton_select.describable(x[:, :1].expand(2, 3, 50, head_dim)).stride(1) > 0
+@pytest.mark.parametrize("kept", [(), ((3, 20),)])
+def test_everything_needs_no_masses(kept, monkeypatch, definition):
+    """Groups without mass retain nothing; the others all of it."""
+    q, k, lse, groups, cells = inputs(300, 77)
+    lse[0, 0] = -math.inf
+    monkeypatch.setattr(triton_select.Masses, "of", None)
+    compare(definition, q, k, lse, groups, cells, density=1.0, kept=kept)
+    compare(definition, q, k, lse, groups, cells, density=1.0, kept=kept, granularity="cell32")
 
 
-@pytest.mark.parametrize("variant", [{}, {"polynomial": 2}, {"polynomial": 4}])
-def test_variants_compute_the_same_masses(variant):
-    """Within the polynomial's error; a descriptor past the ends of a head reads zeros and not the next memory."""
-    if variant and INTERPRETED:
-        pytest.skip("the interpreter knows no inline assembly")
-    q, k, lse, groups, cells = inputs(129, 170, 64, nan_slack=2)
-    variant = triton_select.Variant(described=True, **variant)
+@pytest.mark.parametrize("queries", [128, 256])
+@pytest.mark.parametrize("granularity", ["token", "cell32"])
+@pytest.mark.parametrize("q_length, k_length, head_dim", [(129, 170, 64), (300, 64, 40), (400, 31, 16)])
+def test_masses_by_descriptor(q_length, k_length, head_dim, granularity, queries, definition):
+    """As on Hopper, one or two groups a program: the masses of the definition, and nothing else is written."""
+    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("descriptors want a Hopper GPU")
+    q, k, lse, groups, cells = inputs(q_length, k_length, head_dim, nan_slack=2)
     groups = type(groups)(groups.order.to(DEVICE), groups.length)
-    gathers = not needs_fence(None if INTERPRETED else torch.cuda.get_device_capability())
-    out = []
-    for some in (triton_select.Variant(described=not gathers), variant):
-        rows = torch.full((4, triton_heaviest.row_width(170)), math.nan, device=DEVICE)
-        triton_select.Masses.of(q, k, lse, groups, cells, 0.125, some).compute(range(4), rows)
-        out.append(rows)
-    assert bool((out[0][:, :170] > 0).all()) and bool((out[0][:, 192:].isnan()).all())
-    torch.testing.assert_close(out[1][:, :192], out[0][:, :192], rtol=2e-4, atol=0)
+    masses = triton_select.Masses.of(q, k, lse, groups, cells, granularity, head_dim**-0.5, launch_table.Launch(64, 4, 3, queries=queries))
+    choice = triton_heaviest.Choice.of(q, k, groups, 0.5, cells, granularity, ())
+    masses = replace(masses, described=True)
+    (piece, memory), = triton_heaviest.pieces(choice, queries // 128, masses.key_bytes)
+    memory.fill_(math.nan)
+    masses.compute(piece, memory)
+    expected = definition.mass(*(x.cpu() for x in (q, k, lse)), type(groups)(groups.order.cpu(), groups.length))[..., cells.order.cpu()]
+    expected = torch.stack([part.sum(-1) for part in expected.split(GRANULARITIES[granularity], -1)], -1).flatten(0, 2).float()
+    torch.testing.assert_close(memory[:, : choice.units].cpu(), expected, rtol=1e-4, atol=1e-6)
+    assert bool(memory[:, choice.units :].isnan().all())
 
 
 def lagged(definition, q, k, v, lse_before, groups, cells, **arguments):
