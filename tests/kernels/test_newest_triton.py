@@ -52,13 +52,9 @@ def test_kernels_compile_with_the_newest_triton(newest):
     # Triton is enough for them.
     tests = sorted(FOLDER.glob("test_compile_*.py"))
     parts = [[t for t in tests if (t.stem == "test_compile_attention") == of_attention] for of_attention in (True, False)]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-k", "not 86 and not 89 and not one_model", *map(str, part)],
-            cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        for part in parts
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-k", "not 86 and not 89 and not one_model"]
+    streams = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    runs = [subprocess.Popen([*command, *map(str, part)], cwd=ROOT, env=environment, **streams) for part in parts]
     said = [run.communicate()[0] for run in runs]
     for run, text in zip(runs, said, strict=True):
         assert run.returncode == 0 and " passed" in text, text
