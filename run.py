@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 BIN = ENV / ("Scripts" if os.name == "nt" else "bin")
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.6.0"  # for tests where PyTorch brings none: its CPU builds
 EXTRAS = {"demo": "demo", "test": "test", "doctor": ""}
 
 
@@ -79,6 +80,8 @@ def set_up(extra: str, has_torch: bool):
     if not _runs("import torch"):
         print(f"Installing {TORCH} (the largest part)", flush=True)
         subprocess.run([*pip, TORCH], check=True)
+    if extra == "test" and sys.platform == "linux" and not _runs("import triton"):
+        subprocess.run([*pip, TRITON], check=True)
     print("Installing MC-Sparse" + (f" for {extra}" if extra else ""), flush=True)
     subprocess.run([*pip, "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT)], check=True)
     stamp.write_text(wanted)
@@ -93,9 +96,24 @@ def _runs(code: str) -> bool:
 
 
 def test(arguments: list) -> int:
-    """Lint, then every test; ComfyUI tests run where a ComfyUI is found (COMFYUI_PATH, COMFYUI_PYTHON)."""
+    """Lint, then every test; ComfyUI tests run where a ComfyUI is found (COMFYUI_PATH, COMFYUI_PYTHON).
+
+    Without arguments those of the Triton kernels follow in an interpreter on the CPU, which a process has from its start or not at all.
+    """
     lint = subprocess.call([BIN / "ruff", "check", "."], cwd=ROOT)
-    return subprocess.call([BIN / "python", "-m", "pytest", *arguments], cwd=ROOT) or lint
+    failed = subprocess.call([BIN / "python", "-m", "pytest", *arguments], cwd=ROOT)
+    interpreted = 0 if arguments else interpreted_tests()
+    return failed or interpreted or lint
+
+
+def interpreted_tests() -> int:
+    if not _runs("import triton"):
+        print("NOT TESTED: the Triton kernels in the interpreter, for Triton cannot be imported here")
+        return 0
+    print("\nThe Triton kernels in the interpreter", flush=True)
+    files = sorted(ROOT.glob("tests/kernels/test_triton_*.py"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.call([BIN / "python", "-m", "pytest", *files], cwd=ROOT, env=environment)
 
 
 if __name__ == "__main__":
