@@ -33,7 +33,7 @@ INNER, OUTER = tl.constexpr(INT2_INNER), tl.constexpr(INT2_OUTER)
 EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "difference": 6}
 # Bytes for the rows and row numbers of the heads that are computed together.
 SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 40, 128 << 20, 3 << 30
-EXPAND_BLOCK, EXPAND_WORDS = 1024, 128
+EXPAND_BLOCK, EXPAND_WORDS = 1024, 32
 AGAIN_PROGRAMS = 1024  # look for groups to run again
 ASSEMBLY = tl.constexpr(not INTERPRETED)
 
