@@ -21,15 +21,29 @@ def needs_fence(capability: tuple[int, int] | None) -> bool:
     return not INTERPRETED and capability is not None and capability[0] == 9 and VERSION < (3, 7)
 
 
-_WIDEN = tl.constexpr(INTERPRETED)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def operand(x):
     """x for tl.dot: as it is, but float32 in the interpreter, which multiplies no bfloat16."""
-    if _WIDEN:
+    if _INTERPRETED:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def popcount(x):
+    """Set bits of each int32."""
+    if _INTERPRETED:  # it knows no assembly
+        x -= (x >> 1) & 0x55555555
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        x += x >> 8
+        count = (x + (x >> 16)) & 0x3F
+    else:
+        count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return count
 
 
 @triton.jit

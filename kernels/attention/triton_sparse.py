@@ -23,7 +23,7 @@ from ..residual import Residual
 from ..residual.reference import INT2_INNER, INT2_OUTER, rank_of
 from ..selection.bits import unselected_in_cells
 from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
-from ..triton_support import INTERPRETED, NAME, fence, half, needs_fence, operand, padded, why_not
+from ..triton_support import NAME, fence, half, needs_fence, operand, padded, popcount, why_not
 
 __all__ = ["NAME", "token_sparse_attention", "why_not"]
 
@@ -35,7 +35,6 @@ EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "d
 SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 40, 128 << 20, 3 << 30
 EXPAND_BLOCK, EXPAND_WORDS = 1024, 32
 AGAIN_PROGRAMS = 1024  # look for groups to run again
-ASSEMBLY = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -46,17 +45,6 @@ def _words(bits, word, length, CELLS: tl.constexpr):
         one = tl.load(bits + (word >> 5), mask=left > 0, other=0) >> (word & 31) & 1
         return -one & tl.where(left < 32, (1 << (left & 31)) - 1, -1)
     return tl.load(bits + word, mask=left > 0, other=0)
-
-
-@triton.jit
-def _popcount(x):
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-    x -= (x >> 1) & 0x55555555
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x += x >> 8
-    return (x + (x >> 16)) & 0x3F
 
 
 @triton.jit(do_not_specialize=["bits_row", "length", "cells"], do_not_specialize_on_alignment=["bits", "before", "bias"])
@@ -78,7 +66,7 @@ def expand(
     found = 0
     for first in range(0, words, BLOCK):
         word = first + tl.arange(0, BLOCK)
-        chosen = _popcount(_words(bits, word, length, CELLS))
+        chosen = popcount(_words(bits, word, length, CELLS))
         tl.store(before + word, found + tl.cumsum(chosen, 0) - chosen, mask=word < words)
         found += tl.sum(chosen, 0)
         if TAIL:
@@ -94,7 +82,7 @@ def expand(
         word = first + tl.arange(0, WORDS)
         bit = tl.arange(0, 32)[None, :]
         mask = _words(bits, word, length, CELLS)[:, None]
-        at = tl.load(before + word, mask=word < words, other=0)[:, None] + _popcount(mask & ((1 << bit) - 1))
+        at = tl.load(before + word, mask=word < words, other=0)[:, None] + popcount(mask & ((1 << bit) - 1))
         tl.store(numbers + at, word[:, None] * 32 + bit, mask=((mask >> bit) & 1) != 0)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..launch import Launch, launch
 from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups, ceil_div, key_budget
+from ..triton_support import popcount
 from .bits import WORD
 from .reference import _units_kept
 
@@ -239,15 +240,14 @@ def heaviest_kernel(
         mass, levels = _load(masses, always, at, units, width, KEPT)
         chosen = levels >= high
         between = (levels >= low) & (levels < high)
-        # Two counts in one number: those between in the low 16 bits, those above in the high ones.
-        both = tl.reshape(between.to(tl.int32) + (chosen.to(tl.int32) << 16), (BLOCK,))
-        number = found - 1 + tl.reshape(tl.cumsum(both, 0) & 0xFFFF, (BLOCK // 32, 32))
+        between_bits = _bits_of(between, bit)
+        inside = popcount(between_bits)
+        number = (found + tl.cumsum(inside, 0) - inside)[:, None] + popcount(between_bits[:, None] & ((1 << bit) - 1)[None, :])
         fits = between & (number < ROOM)
         tl.store(candidates + number, levels, mask=fits)
         tl.store(candidates + ROOM + number, at, mask=fits)
-        total = tl.sum(both)
-        above += total >> 16
-        found += total & 0xFFFF
+        found += tl.sum(inside)
+        above += tl.sum(popcount(_bits_of(chosen, bit)))
         if KEPT:
             chosen = chosen | ((levels < 0) & (at < units))
         tl.store(bits + start // 32 + word, _bits_of(chosen, bit), mask=start // 32 + word < words)
