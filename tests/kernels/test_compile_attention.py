@@ -35,7 +35,7 @@ from mc_sparse.kernels.triton_support import INTERPRETED, VERSION  # noqa: E402
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled")
 
 MOST_KERNELS = 40  # of one head dim and dtype: at 1 to 2 s each, the price of trying every option of the plan
-DIMS = (64, 128, 256)
+LONG = 2 * triton_pddp.FUSED_ROWS + 100  # tokens: the grouping begins with the kernels of large nodes
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,12 @@ def test_that_order_is_not_there_without_the_fence(compiled):
 
 
 def every_option(dim, dtype, layout):
-    """Everything that any plan makes these kernels compute for one model: two lengths, every option."""
+    """Everything that any plan makes these kernels compute for one model: every option, and lengths for which they take other ways."""
+    for granularity in ("token", "cell32"):
+        q, k, _, groups, selection = inputs(dim, dtype, LONG, layout, granularity)
+        for kept in ((), ((0, 7),)):
+            triton_select.select_keys(q, k, torch.zeros(q.shape[:3]), groups, 0.3, selection.cells, granularity, kept, 0.125)
+    triton_pddp.group_queries(q)
     for length in (300, 640):
         for granularity in ("token", "cell32"):
             q, k, v, groups, selection = inputs(dim, dtype, length, layout, granularity)
