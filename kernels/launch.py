@@ -25,7 +25,7 @@ class Launch(NamedTuple):
 # RTX 30, 40, 50, L4, L40).
 _CARDS = ("hopper", "wide", "narrow")
 _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
-    "sparse": {(64, "hopper"): Launch(128, 4, 3), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
+    "sparse": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
     | {(128, "hopper"): Launch(64, 4, 3), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
     | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
     | {(256, "narrow"): Launch(16, 8, 2, queries=64)},

@@ -47,37 +47,36 @@ def _words(bits, word, length, CELLS: tl.constexpr):
     return tl.load(bits + word, mask=left > 0, other=0)
 
 
-@triton.jit(do_not_specialize=["bits_row", "length", "cells"], do_not_specialize_on_alignment=["bits", "before", "bias"])
+@triton.jit(do_not_specialize=["bits_row", "length", "cells", "size"], do_not_specialize_on_alignment=["bits", "before", "bias"])
 def expand(
-    bits, before, numbers, bias, bits_row, length, wide, cells,
-    CELLS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    bits, before, numbers, bias, bits_row, length, wide, cells, size, CELLS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):
     """One row (h, g): the places of its selected keys, ascending, then length + 0..cells-1, then 0; log2 of each cell's unselected keys.
 
-    bits (rows, bits_row), a bit per key or per cell of 32 (CELLS); numbers (rows, wide) int32, bias (rows, cells) float32;
-    before (rows, ceil(length / 32)) int32: scratch, the selected keys before each 32.
+    bits (rows, bits_row), a bit per key or per cell of 32 (CELLS); numbers (rows, wide) int32; bias (rows, cells) float32, of cells of
+    `size` keys, a multiple of 32; before (rows, ceil(length / 32) + 1) int32: scratch, the selected keys before each 32.
     """
     row = tl.program_id(0).to(tl.int64)
     words = (length + 31) // 32
     bits += row * bits_row
-    before += row * words
+    before += row * (words + 1)
     numbers += row * wide
     bias += row * cells
     found = 0
-    for first in range(0, words, BLOCK):
+    for first in range(0, words + 1, BLOCK):
         word = first + tl.arange(0, BLOCK)
         chosen = popcount(_words(bits, word, length, CELLS))
-        tl.store(before + word, found + tl.cumsum(chosen, 0) - chosen, mask=word < words)
+        tl.store(before + word, found + tl.cumsum(chosen, 0) - chosen, mask=word <= words)
         found += tl.sum(chosen, 0)
-        if TAIL:
-            left = tl.maximum(tl.minimum(length - word * 32, 32), 0) - chosen
-            cell = first // (TAIL // 32) + tl.arange(0, BLOCK // (TAIL // 32))
-            left = tl.sum(tl.reshape(left, (BLOCK // (TAIL // 32), TAIL // 32)), 1)
-            tl.store(bias + cell, tl.log2(left.to(tl.float32)), mask=cell < cells)  # log2 0 = -inf: the cell drops out
     for first in range(0, wide - found, BLOCK):
         after = first + tl.arange(0, BLOCK)
         tl.store(numbers + found + after, tl.where(after < cells, length + after, 0), mask=found + after < wide)
     tl.debug_barrier()
+    for first in range(0, cells, BLOCK):
+        cell = first + tl.arange(0, BLOCK)
+        start, stop = tl.minimum(cell * size, length), tl.minimum((cell + 1) * size, length)
+        chosen = tl.load(before + (stop + 31) // 32, mask=cell < cells, other=0) - tl.load(before + start // 32, mask=cell < cells, other=0)
+        tl.store(bias + cell, tl.log2((stop - start - chosen).to(tl.float32)), mask=cell < cells)  # log2 0 = -inf: the cell drops out
     for first in range(0, words, WORDS):
         word = first + tl.arange(0, WORDS)
         bit = tl.arange(0, 32)[None, :]
@@ -182,7 +181,7 @@ def _program(
         l += tl.sum(p, 1)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
     if not ONLINE:
-        lost = (l > 1e30) | (l < 1e-30) | (l != l)
+        lost = (l > 1e27) | (l < 1e-30) | (l != l)  # 1e27 leaves room for values up to 1e11
         tl.store(again + program, tl.max(lost.to(tl.int32), 0) * (count + cells > 0))
 
     # Read again rather than kept in registers through the loop.
@@ -268,7 +267,7 @@ def token_sparse_attention(
 
     wide = ceil_div(selection.most + cells + how.tile, 16) * 16
     parts = GROUP_SIZE // how.queries
-    per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32)) + 4 * (keys + cells) * block_d
+    per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * block_d
     for b in range(batch):
         for some in _heads_at_once(heads, per_head, device):
             rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
@@ -315,14 +314,14 @@ def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int
     heads, groups, words = bits.shape
     cells = 0 if size is None else ceil_div(len(selection.cells), size)
     numbers = bits.new_empty(heads, groups, wide)
-    before = bits.new_empty(heads, groups, ceil_div(len(selection.cells), 32))
+    before = bits.new_empty(heads, groups, ceil_div(len(selection.cells), 32) + 1)
     bias = torch.empty((heads, groups, cells), dtype=torch.float32, device=bits.device)
-    usual = size in CELL_SIZES
+    in_words = cells > 0 and size % 32 == 0
     expand[(heads * groups,)](
-        bits, before, numbers, bias, words, len(selection.cells), wide, cells,
-        CELLS=selection.granularity == "cell32", TAIL=size if usual else 0, BLOCK=EXPAND_BLOCK, WORDS=EXPAND_WORDS,
+        bits, before, numbers, bias, words, len(selection.cells), wide, cells, size if in_words else 32,
+        CELLS=selection.granularity == "cell32", BLOCK=EXPAND_BLOCK, WORDS=EXPAND_WORDS,
     )  # fmt: skip
-    if size is not None and not usual:
+    if cells and not in_words:
         for i, h in enumerate(range(some.start, some.stop)):
             bias[i] = unselected_in_cells(selection, b, h, size).float().log2()
     return numbers, bias

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..shapes import CELL_SIZES, CellOrder, PooledTail, ceil_div
-from ..triton_support import NAME, half, padded, why_not
+from ..triton_support import NAME, padded, why_not
 from . import reference
 
 __all__ = ["NAME", "gather_rows", "pool_cells", "why_not"]
@@ -67,7 +67,7 @@ def gather_rows(
 def _means(x: Tensor, cells: CellOrder, size: int) -> Tensor:
     batch, heads, length, dim = x.shape
     means = torch.empty((batch, heads, ceil_div(length, size), dim), dtype=x.dtype, device=x.device)
-    for row, mean in zip(half(x), means, strict=True):
+    for row, mean in zip(x if x.stride(-1) == 1 else x.contiguous(), means, strict=True):
         _gather(row, cells, slice(0, heads), mean, mean, 0, size, dim)
     return means
 

@@ -167,7 +167,8 @@ def check(case, residual=None, dense=None, some=None):
             assert_no_worse_than(lse[b, h, tokens], exact_lse, plain_lse, rounding_steps=64)
         if residual is not None:
             exact, plain = (x + residual.expand(b, h)[slots] for x in (exact, plain))
-        assert_no_worse_than(found, exact, stored(plain, out.dtype))
+        steps = 2**13 if out.dtype == torch.float32 else 2  # float32 is computed in bfloat16, relative to another reference than here
+        assert_no_worse_than(found, exact, stored(plain, out.dtype), rounding_steps=steps)
 
 
 # ---- against the definition
