@@ -1,6 +1,7 @@
 """Compiles the Hopper kernel of sparse attention into kernels/attention/cubins. Needs nvidia-cutlass-dsl 4.8, but no GPU. Run by path.
 
-Beside each cubin a JSON file of the same name says how to launch it and what it was made from: a hash of the device source and of the
+--ptxas names an assembler to use instead of the compiler's own: that of CUDA 12.8 (Triton 3.6 carries it) makes cubins that older drivers
+load. Beside each cubin a JSON file of the same name says how to launch it and what it was made from: a hash of the device source and of the
 variant, and the compiler's version. tests/kernels/test_cubins.py compares the hash.
 """
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +27,15 @@ def source_hash(variant: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build(variant, folder: Path, dump: Path) -> None:
+def assemble(ptx: str, ptxas: str, dump: Path) -> bytes:
+    """A cubin of the PTX, of which nothing is newer than its version 8.6 but the number."""
+    source, cubin = dump / "kernel.ptx", dump / "kernel.cubin"
+    source.write_text(re.sub(r"^\.version .*", ".version 8.6", ptx, count=1, flags=re.MULTILINE))
+    subprocess.run([ptxas, "-arch=sm_90a", "-O3", source, "-o", cubin], check=True)
+    return cubin.read_bytes()
+
+
+def build(variant, folder: Path, dump: Path, ptxas: str | None, suffix: str, keep_ptx: bool) -> None:
     import cute_sm90_mainloop as device
     import cutlass
     from cutlass import Float32, Int32, Int64, cute
@@ -32,9 +43,10 @@ def build(variant, folder: Path, dump: Path) -> None:
     kinds = {"p": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
     arguments = tuple(kinds[kind](1) for _, kind in device.PARAMETERS)
     made = cute.compile(device.Sparse(variant).launch, arguments, Int32(1))
-    (ptx,) = [line for line in made.__ptx__.splitlines() if ".entry" in line]
+    cubin = assemble(made.__ptx__, ptxas, dump) if ptxas else made.__cubin__
+    (entry,) = [line for line in made.__ptx__.splitlines() if ".entry" in line]
     facts = {
-        "entry": ptx.split(".entry")[1].split("(")[0].strip(),
+        "entry": entry.split(".entry")[1].split("(")[0].strip(),
         "parameters": device.PARAMETERS,
         "threads": device.THREADS,
         "shared": variant.offsets["total"],
@@ -42,16 +54,23 @@ def build(variant, folder: Path, dump: Path) -> None:
         "variant": dataclasses.asdict(variant),
         "hash": source_hash(dataclasses.asdict(variant)),
         "cutlass_dsl": cutlass.__version__,
+        "ptxas": subprocess.check_output([ptxas, "--version"], text=True).split()[-1] if ptxas else "the compiler's own",
     }
-    (folder / f"{variant.name}.cubin").write_bytes(made.__cubin__)
-    (folder / f"{variant.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(variant.name, len(made.__cubin__), "bytes")
+    name = variant.name + suffix
+    (folder / f"{name}.cubin").write_bytes(cubin)
+    (folder / f"{name}.json").write_text(json.dumps(facts) + "\n")
+    if keep_ptx:
+        (folder / f"{name}.ptx").write_text(made.__ptx__)
+    print(name, len(cubin), "bytes")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ATTENTION / "cubins")
     parser.add_argument("--variant", action="append", help="fields of a Variant instead of the shipped ones: 'tile=160,stages=2'")
+    parser.add_argument("--ptxas")
+    parser.add_argument("--suffix", default="", help="appended to the names, to tell builds apart")
+    parser.add_argument("--ptx", action="store_true", help="keep the PTX beside the cubins")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as dump:
         os.environ |= {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "cubin,ptx", "CUTE_DSL_DUMP_DIR": dump}
@@ -60,7 +79,7 @@ def main() -> None:
 
         args.folder.mkdir(parents=True, exist_ok=True)
         for variant in SHIPPED if not args.variant else [eval(f"Variant({text})", {"Variant": Variant}) for text in args.variant]:
-            build(variant, args.folder, Path(dump))
+            build(variant, args.folder, Path(dump), args.ptxas, args.suffix, args.ptx)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""The compiled Hopper kernels that are committed: made from the sources beside them, and what the compiler made of these."""
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mc_sparse.kernels import Geometry
+from mc_sparse.kernels.attention import cute_sm90
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
+SIZES = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
+HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
+
+
+def facts(name):
+    return json.loads((cute_sm90.CUBINS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def builder():
+    spec = importlib.util.spec_from_file_location("build_cubins", ROOT / "scripts" / "build_cubins.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def dumped():
+    """dumped(name, option): what cuobjdump, which Triton carries, says about a cubin."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def dumped(name, option):
+        return subprocess.run([tool, option, cute_sm90.CUBINS / f"{name}.cubin"], capture_output=True, text=True, check=True).stdout
+
+    return dumped
+
+
+def test_every_dtype_and_head_dim_has_its_cubin_and_no_other_is_shipped():
+    assert sorted(cute_sm90.CHOSEN.values()) == NAMES
+    for (dtype, dim), name in cute_sm90.CHOSEN.items():
+        variant = facts(name)["variant"]
+        assert (variant["dtype"], variant["dim"]) == ({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], dim)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cubin_is_of_the_sources_beside_it(name, builder):
+    assert facts(name)["hash"] == builder.source_hash(facts(name)["variant"]), "run scripts/build_cubins.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_registers_are_spilled_and_the_fast_instructions_are_there(name, dumped):
+    assert re.search(r"STACK:(\d+)", dumped(name, "--dump-resource-usage"))[1] == "0"
+    sass, variant = dumped(name, "--dump-sass"), facts(name)["variant"]
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    # Products of the first tile, of a plain and of a biased step, each in steps of 16; the last values once more.
+    assert len(re.findall(rf"HGMMA\.64x{variant['tile']}x16.*RZ, !UPT", sass)) == 3
+    assert len(re.findall(r"HGMMA", sass)) == 3 * (variant["dim"] + variant["tile"]) // 16
+    # 128 threads copy 16 bytes each: K of the first tile, K and V of a step, V of the last tile, and Q.
+    assert len(re.findall(r"LDGSTS\S*\.128\b", sass)) == variant["dim"] // 8 * (4 * variant["tile"] + 128) // 128
+    assert "USETMAXREG.DEALLOC" in sass and "USETMAXREG.TRY_ALLOC" in sass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_lie_where_the_host_puts_them(name, dumped):
+    found = re.findall(r"Ordinal : (0x\w+)\s+Offset\s+: (0x\w+)\s+Size\s+: (0x\w+)", dumped(name, "--dump-elf"))
+    found = sorted(tuple(int(number, 16) for number in one) for one in found)
+    expected, offset = [], 0
+    for ordinal, (_, kind) in enumerate(facts(name)["parameters"]):
+        size = SIZES[kind]
+        offset = -(-offset // size) * size
+        expected.append((ordinal, offset, size))
+        offset += size
+    assert found == expected
+
+
+def test_shared_memory_fits():
+    assert all(facts(name)["shared"] <= 232_448 - 1024 for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"capability": (8, 0)}, "compute capability 9.0"),
+        ({"capability": (12, 0)}, "compute capability 9.0"),
+        ({"device_type": "cpu", "capability": None}, "compute capability 9.0"),
+        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"head_dim": 96}, "head dims 64 and 128"),
+    ],
+)
+def test_why_not_names_what_is_missing(changed, reason):
+    assert reason in cute_sm90.why_not(Geometry(**(vars(HOPPER) | changed)))
+
+
+def test_a_missing_cubin_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(cute_sm90, "CUBINS", tmp_path)
+    assert "lacks its compiled kernel" in cute_sm90.why_not(HOPPER)
