@@ -116,7 +116,7 @@ def _on_device(
     from ..launch import launch
     from ..pooling.triton_pool import gather_rows, pool_cells
     from ..shapes import CELL_SIZES
-    from ..triton_support import half, needs_fence, padded
+    from ..triton_support import half, needs_fence
     from . import triton_sparse as triton
 
     batch, heads, length, dim = q.shape
@@ -162,6 +162,6 @@ def _on_device(
                 q.stride(1), q.stride(2), rows.stride(0), out.stride(1), out.stride(2), minus.stride(1), minus.stride(2), order.stride(1),
                 some.start, groups.count, length, wide, cells, scale * LOG2_E, rank, int(with_lse), again, programs,
                 D=dim, BLOCK_D=dim, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=True,
-                FENCE=needs_fence(capability), BLOCK_R=padded(rank), **how.options,
+                FENCE=needs_fence(capability), **how.options,
             )  # fmt: skip
     return out, lse

@@ -119,7 +119,7 @@ def _program(
     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
+    EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
 ):  # fmt: skip
     """M queries of one group: number `program` of the launch that `attend` describes."""
     PARTS: tl.constexpr = 128 // M
@@ -157,8 +157,11 @@ def _program(
         if FENCE:
             fence(at)
         row = rows + at[:, None] * (2 * BLOCK_D) + d[None, :]
-        v_tile = operand(tl.load(row + BLOCK_D))  # before k_tile: waiting for that, as `fence` needs, is then waiting for both
+        if FENCE:  # one wait must cover both, so the one that is waited for comes last
+            v_tile = operand(tl.load(row + BLOCK_D))
         k_tile = operand(tl.load(row))
+        if not FENCE:
+            v_tile = operand(tl.load(row + BLOCK_D))
         s = tl.dot(operand(q_tile), tl.trans(k_tile))
         if ONLINE:
             s *= scale
@@ -200,11 +203,11 @@ def _program(
         difference = tl.where(live[:, None], full.to(tl.float32) - acc, 0.0)
         tl.store(out + slot * D + d[None, :], difference.to(out.dtype.element_ty), mask=(d < D)[None, :])
     else:
-        if EPILOGUE == 5:
-            r = tl.arange(0, BLOCK_R)
-            left = tl.load(values + slot * rank + r[None, :], mask=(r < rank)[None, :], other=0)
-            right = tl.load(scales + (h * rank + r)[:, None] * D + d[None, :], mask=(r < rank)[:, None] & (d < D)[None, :], other=0)
-            acc = tl.dot(operand(left), operand(right), acc)
+        if EPILOGUE == 5:  # by hand: as a product it made Triton 3.6 read past its shared memory on Hopper
+            for r in range(rank):
+                left = tl.load(values + (h * groups * 128 + slots) * rank + r).to(tl.float32)
+                right = tl.load(scales + (h * rank + r) * D + d, mask=d < D, other=0).to(tl.float32)
+                acc += left[:, None] * right[None, :]
         elif EPILOGUE != 0:
             acc += _residual(values, scales, slot, d, D, EPILOGUE)
         tl.store(out + h * out_h + query[:, None] * out_s + d[None, :], acc.to(out.dtype.element_ty), mask=place)
@@ -218,7 +221,7 @@ def attend(
     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, programs,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr, BLOCK_R: tl.constexpr,
+    EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
 ):  # fmt: skip
     """All queries of some heads of one batch row, M queries of one group to a program.
 
@@ -233,14 +236,14 @@ def attend(
                     program,
                     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
                     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank,
-                    with_lse, again, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
+                    with_lse, again, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
                 )  # fmt: skip
     else:
         _program(
             tl.program_id(0),
             q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
             q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
-            D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE, BLOCK_R,
+            D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
         )  # fmt: skip
 
 
@@ -282,7 +285,7 @@ def token_sparse_attention(
                     values if residual is None else values[b], scales if residual is None else scales[b], minus[b],
                     *strides, some.start, groups.count, length, wide, cells, scale * LOG2_E.value, rank, int(with_lse), again, programs,
                     D=dim, BLOCK_D=block_d, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=online,
-                    FENCE=needs_fence(capability), BLOCK_R=padded(rank), **how.options,
+                    FENCE=needs_fence(capability), **how.options,
                 )  # fmt: skip
     return out, lse
 
