@@ -69,7 +69,11 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         Candidate(REFERENCE, ".attention.reference"),
     ),
     "select_keys": (Candidate("triton", ".selection.triton_select"), Candidate(REFERENCE, ".selection.reference")),
-    "token_sparse_attention": (Candidate("triton", ".attention.triton_sparse"), Candidate(REFERENCE, ".attention.reference")),
+    "token_sparse_attention": (
+        Candidate("hopper", ".attention.cute_sm90"),
+        Candidate("triton", ".attention.triton_sparse"),
+        Candidate(REFERENCE, ".attention.reference"),
+    ),
 }
 
 # What was found out about backends on this machine, by _class. No tensors.

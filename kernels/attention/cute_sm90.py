@@ -21,10 +21,10 @@ NAME = "hopper"
 CUBINS = Path(__file__).with_name("cubins")
 # Which cubin runs a dtype and head dim.
 CHOSEN = {
-    (torch.bfloat16, 128): "sparse_bf16_d128_n128_s3",
-    (torch.float16, 128): "sparse_fp16_d128_n128_s3",
-    (torch.bfloat16, 64): "sparse_bf16_d64_n128_s4",
-    (torch.float16, 64): "sparse_fp16_d64_n128_s4",
+    (torch.bfloat16, 128): "sparse_bf16_d128_n144_s2",
+    (torch.float16, 128): "sparse_fp16_d128_n144_s2",
+    (torch.bfloat16, 64): "sparse_bf16_d64_n192_s4",
+    (torch.float16, 64): "sparse_fp16_d64_n192_s4",
 }
 _TYPES = {"p": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

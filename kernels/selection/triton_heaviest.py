@@ -29,7 +29,7 @@ ROW_MULTIPLE = 32  # rows of masses are padded to it, so that they begin at whol
 ROOM = 2  # candidates that a row can have, in samples
 SIGMAS = 4  # half width of the bracket in standard deviations of the sample's rank
 LONG = 24  # units for one in the sample, beyond which the sample is doubled so that the candidates fit (to 360000 units at any density)
-PER_THREAD = 4  # units of a step of the pass over the row
+PER_THREAD = 8  # units of a step of the pass over the row
 MOST = tl.constexpr(0x7FFFFFFF)
 
 

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""README's table of the GPU kernels, from the newest results in benchmarks/results.
+
+    python benchmarks/kernel_report.py            # print it
+    python benchmarks/kernel_report.py --write    # put it into README.md between its marks
+"""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- kernels: begin (benchmarks/kernel_report.py) -->\n", "<!-- kernels: end -->\n"
+
+
+def newest(what: str) -> dict:
+    """The latest <machine>-<date>-<what>.json."""
+    return json.loads(max(RESULTS.glob(f"*-{what}.json"), key=lambda p: p.stem.split("-", 1)[1]).read_text())
+
+
+def size(row: dict) -> str:
+    return f"{row['S']} x {row['H']} x {row['D']}"
+
+
+def attention_lines(rows: list[dict]) -> list[str]:
+    lines = ["| sparse attention (a whole reuse step) | tokens x heads x dim | density + tail | ms | dense (FA3) ms | efficiency |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for r in rows:
+        if "density" in r:
+            name = f"{r['backend']}, {r['dtype']}, {r['selection']}, {r['grouping']} groups, {r['granularity']}, residual {r['residual']}"
+            keys = f"{r['density']:.2f}" + (f" + {r['executed'] - r['realised_density']:.3f}" if r["tail"] else "")
+        else:
+            name, keys = r["backend"], f"{r['executed']:.3f}"
+        lines.append(f"| {name} | {size(r)} | {keys} | {r['ms']:.2f} | {r['fa3_ms']:.1f} | {r['efficiency']:.2f} |")
+    return lines
+
+
+def selection_lines(rows: list[dict]) -> list[str]:
+    lines = ["| selection | tokens x heads x dim | density | ms | of dense (FA3) | extra memory GB | agreement |", "|---|---|---|---|---|---|---|"]
+    for r in rows:
+        if r.get("ratio") is None:
+            continue
+        name = f"{r['backend']}, {r['mode']}" + (f", {r['granularity']}" if r.get("granularity") else "")
+        memory = "" if r.get("peak_bytes") is None else f"{r['peak_bytes'] / 1e9:.2f}"
+        agreement = "" if r.get("agreement") is None else f"{r['agreement']:.4f}"
+        lines.append(f"| {name} | {size(r)} | {r['density']:.2f} | {r['ms']:.1f} | {r['ratio']:.2f} | {memory} | {agreement} |")
+    return lines
+
+
+def grouping_lines(rows: list[dict]) -> list[str]:
+    lines = ["| grouping | tokens x heads x dim | ms | flash-kmeans, 50 iterations | 2 iterations | variance against the reference |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for r in rows:
+        means = [("" if r.get(k) is None else f"{r[k]:.1f}") for k in ("kmeans50_ms", "kmeans2_ms")]
+        lines.append(f"| {r['backend']} | {size(r)} | {r['ms']:.2f} | {means[0]} | {means[1]} | {r['variance_ratio']:.4f} |")
+    return lines
+
+
+def table() -> str:
+    parts = {what: newest(what) for what in ("attention", "selection", "grouping")}
+    facts = parts["attention"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [f"{facts['gpu']}, {facts['date']}; {versions}.", ""]
+    for what, make in (("attention", attention_lines), ("selection", selection_lines), ("grouping", grouping_lines)):
+        lines += [*make(parts[what]["rows"]), ""]
+    return "\n".join(lines)
+
+
+def with_table(readme: str) -> str:
+    """README's text with today's table between the marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    if parser.parse_args().write:
+        readme = ROOT / "README.md"
+        readme.write_text(with_table(readme.read_text()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
