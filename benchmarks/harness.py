@@ -81,7 +81,8 @@ def facts() -> dict:
         except metadata.PackageNotFoundError:
             continue
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    command = " ".join(map(shlex.quote, ["python", *sys.argv]))
+    arguments = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv]  # results name no folder of one machine
+    command = " ".join(map(shlex.quote, ["python", *arguments]))
     return {"gpu": gpu, "date": datetime.date.today().isoformat(), "versions": versions, "command": command, "commit": _commit()}
 
 
