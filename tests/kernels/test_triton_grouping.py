@@ -115,3 +115,42 @@ def test_large_nodes_are_as_tight_as_the_reference(kind):
     assert_once(order, 20_000)
     plain = reference.group_queries(q).order.cpu()
     assert within_group_variance(q, order) <= 1.01 * within_group_variance(q, plain)
+
+
+RANDOM = [(128, torch.bfloat16, "bshd"), (64, torch.float16, "bhsd"), (40, torch.float32, "odd"), (128, torch.float16, "odd")]
+
+
+@pytest.mark.parametrize("dim, dtype, layout", RANDOM)
+def test_some_random_geometries(dim, dtype, layout):
+    for seed in range(12):
+        check_random_geometry(dim, dtype, layout, seed, 400)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too many to interpret")
+@pytest.mark.parametrize("dim, dtype, layout", RANDOM)
+def test_random_geometries(dim, dtype, layout):
+    """126 for each of 4 variants: 504. S 1 to 20000, up to 3 rows and 4 heads, NaN beside the tokens; ties, outliers and large means."""
+    for seed in range(126):
+        check_random_geometry(dim, dtype, layout, seed, 20_000)
+
+
+def check_random_geometry(dim, dtype, layout, seed, longest):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    draws = torch.rand(5, generator=generator, device=DEVICE).tolist()
+    length = round(longest ** draws[0])
+    shape = (1 + int(3 * draws[1]), 1 + int(4 * draws[2]), length, dim)
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    if draws[3] < 0.3:
+        x.round_()  # many equal queries
+    elif draws[3] < 0.6:
+        x += 50 * torch.randn(shape[-1], generator=generator, device=DEVICE)
+    elif draws[3] < 0.7:
+        x[:, :, :: 1 + length // 7] = 6e4
+    wide = dim + 3 if layout == "odd" else dim
+    memory = (shape[0], length + 4, shape[1], wide) if layout == "bshd" else (*shape[:2], length + 4, wide)
+    q = torch.full(memory, float("nan"), dtype=dtype, device=DEVICE)
+    q = (q.transpose(1, 2) if layout == "bshd" else q)[:, :, 2:-2, wide - dim :].copy_(x)
+    order = grouped(q)
+    assert_once(order, length)
+    assert torch.equal(grouped(q), order), seed

@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
+from mc_sparse.kernels import (
+    CellOrder,
+    QueryGroups,
+    cell_order,
+    dense_attention,
+    group_queries,
+    key_budget,
+    select_keys,
+    selfcheck,
+    unpack_bits,
+)
 from mc_sparse.kernels import launch as launch_table
 from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.shapes import GRANULARITIES
@@ -251,3 +261,90 @@ def test_lagged_where_the_old_lse_is_far_off(dtype, far, definition):
         weights[:, :, token] = lse[:, :, token]
     mine, _ = lagged(definition, q, k, v, before, groups, cells, density=0.4)
     compare(definition, q, k, weights, groups, cells, density=0.4, mine=mine)
+
+
+# ---- random geometries
+
+RANDOM = [
+    (128, torch.bfloat16, "token", "bshd"), (128, torch.bfloat16, "cell32", "bhsd"), (64, torch.float16, "token", "bhsd"),
+    (40, torch.float32, "token", "odd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dim, dtype, granularity, layout", RANDOM)
+def test_some_random_geometries(dim, dtype, granularity, layout):
+    for seed in range(12):
+        check_random_geometry(dim, dtype, granularity, layout, seed, 400)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too many to interpret")
+@pytest.mark.parametrize("dim, dtype, granularity, layout", RANDOM)
+def test_random_geometries(dim, dtype, granularity, layout):
+    """126 for each of 4 variants: 504. Keys 1 to 20000, up to 3 rows and 3 heads."""
+    for seed in range(126):
+        check_random_geometry(dim, dtype, granularity, layout, seed, 20_000)
+
+
+def check_random_geometry(dim, dtype, granularity, layout, seed, longest):
+    """Sampled groups against exact masses (kernels/selfcheck.py), counts of all; rows of lse = -inf, kept keys, every kind of budget."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    draws = torch.rand(8, generator=generator, device=DEVICE).tolist()
+    keys = round(longest ** draws[0])
+    queries = keys if draws[1] < 0.7 else round((longest / 4) ** draws[1])
+    batch, heads = 1 + int(3 * draws[2]), 1 + int(3 * draws[3])
+    q, k = (random_rows(generator, (batch, heads, n, dim), dtype, layout) for n in (queries, keys))
+    if draws[4] < 0.3:
+        for x in (q, k):
+            x.round_()  # many equal masses
+    lse = exact_lse(q, k)
+    lse[torch.rand(lse.shape, generator=generator, device=DEVICE) < 0.02] = -math.inf
+    order = torch.rand((batch, heads, queries), generator=generator, device=DEVICE).argsort(-1).int()
+    groups = QueryGroups(torch.nn.functional.pad(order, (0, -queries % 128), value=-1), queries)
+    at = torch.randperm(keys, generator=generator, device=DEVICE)
+    cells = CellOrder(at, at.argsort())
+    density = (0.0, 0.02, 0.1, 0.3, 0.9, 1.0)[int(6 * draws[5])]
+    kept = ((keys // 3, keys // 3 + 1 + keys // 50),) if draws[6] < 0.3 and keys > 3 else ()
+    arguments = (q, k, lse, groups, density, cells, granularity, kept, dim**-0.5)
+    found = triton_select.select_keys(*arguments)
+    assert selfcheck.check("select_keys", found, arguments), seed
+    per_bit = GRANULARITIES[granularity]
+    sizes = cells.sizes(per_bit)
+    chosen = unpack_bits(found.bits, sizes.numel())
+    assert torch.equal((chosen * sizes).sum(-1).int(), found.counts), seed
+    assert len(chosen.sum(-1).unique()) == 1, seed  # every group as many
+    again = triton_select.select_keys(*arguments)
+    assert torch.equal(again.bits, found.bits), seed
+
+
+def exact_lse(q, k):
+    """(B, H, S) float32, some rows at a time."""
+    lse = torch.empty(q.shape[:3], device=q.device)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            parts = [(rows.float() @ k[b, h].float().mT * q.shape[3] ** -0.5).logsumexp(1) for rows in q[b, h].split(1024)]
+            lse[b, h] = torch.cat(parts)
+    return lse
+
+
+def random_rows(generator, shape, dtype, layout):
+    """A (B, H, S, D) view between NaNs; rows of D + 3 values in the "odd" layout."""
+    batch, heads, length, dim = shape
+    wide = dim + 3 if layout == "odd" else dim
+    memory = (batch, length + 4, heads, wide) if layout == "bshd" else (batch, heads, length + 4, wide)
+    x = torch.full(memory, math.nan, dtype=dtype, device=DEVICE)
+    x = (x.transpose(1, 2) if layout == "bshd" else x)[:, :, 2:-2, wide - dim :]
+    return x.copy_(torch.randn(shape, generator=generator, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+def test_170_thousand_keys():
+    """Against sampled masses; offsets of the masses beyond 2^31 bytes."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q, k = (torch.randn((1, 2, 170_000, 128), generator=generator, device=DEVICE).bfloat16() for _ in range(2))
+    cells = cell_order((34, 50, 100)).to(DEVICE)
+    groups = group_queries(q, method="cells", cells=cells)
+    for density in (0.05, 0.3):
+        arguments = (q, k, exact_lse(q, k), groups, density, cells, "token", (), 128**-0.5)
+        assert selfcheck.check("select_keys", triton_select.select_keys(*arguments), arguments)
