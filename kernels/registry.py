@@ -122,7 +122,7 @@ def call(op: str, geometry: Geometry, request: str, *args):
     while True:
         backend = pick(op, geometry, request)
         if _is_definition(backend.NAME, geometry) or _is_recording(geometry):
-            return getattr(backend, op)(*args)
+            return _run(backend, op, args)
         try:
             return _checked(backend, op, geometry, args)
         except Exception as error:
@@ -176,11 +176,16 @@ def _class(op: str, name: str, geometry: Geometry) -> tuple:
     return op, name, g.dtype, g.head_dim, g.device_type, g.capability, g.q_len.bit_length(), g.k_len.bit_length()
 
 
+def _run(backend: ModuleType, op: str, args: tuple):
+    with torch.cuda.device_of(args[0]):  # kernels are launched on the current device
+        return getattr(backend, op)(*args)
+
+
 def _checked(backend: ModuleType, op: str, geometry: Geometry, args: tuple):
     """The backend's result, checked if it is the first of its class and variant."""
     from . import selfcheck  # imports the operations, which import this module
 
-    result = getattr(backend, op)(*args)
+    result = _run(backend, op, args)
     key = (*_class(op, backend.NAME, geometry), *selfcheck.variant(op, args))
     if key not in _verified:
         with _lock:

@@ -94,25 +94,17 @@ def kernel(name: str, device: int) -> Kernel:
     return Kernel(name)
 
 
-def token_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
-    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
-    with torch.cuda.device(q.device):
-        return _on_device(q, k, v, groups, selection, tail, residual, scale, with_lse, dense)
-
-
 def _aligned(x: Tensor) -> Tensor:
     """x, copied if a row of it does not begin at a multiple of 16 bytes."""
     fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _on_device(
+def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
     residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
     from ..launch import launch
     from ..pooling.triton_pool import gather_rows, pool_cells
     from ..shapes import CELL_SIZES
@@ -129,7 +121,7 @@ def _on_device(
     shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
     out = torch.empty(shape, dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
-    epilogue, values, scales, rank = triton._epilogue(residual, dense, q)
+    epilogue, values, scales, rank = triton.epilogue_of(residual, dense, q)
     minus = out if dense is None else _aligned(half(dense))
     order = groups.expanded(batch, heads)
     if isinstance(tail, int) and tail not in CELL_SIZES:
@@ -143,9 +135,9 @@ def _on_device(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
     for b in range(batch):
-        for some in triton._heads_at_once(heads, per_head, device):
+        for some in triton.heads_at_once(heads, per_head, device):
             rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
-            numbers, bias = triton._expanded(selection, b, some, wide, size)
+            numbers, bias = triton.expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count
             again = torch.zeros(programs, dtype=torch.int32, device=device)
             left, right = (values, scales) if residual is None else (values[b], scales[b])

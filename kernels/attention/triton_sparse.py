@@ -260,7 +260,7 @@ def token_sparse_attention(
     shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
     out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
-    epilogue, values, scales, rank = _epilogue(residual, dense, q)
+    epilogue, values, scales, rank = epilogue_of(residual, dense, q)
     minus = out if dense is None else dense if dense.stride(-1) == 1 else dense.contiguous()
     order = groups.expanded(batch, heads)
     if isinstance(tail, int) and tail not in CELL_SIZES:
@@ -272,9 +272,9 @@ def token_sparse_attention(
     parts = GROUP_SIZE // how.queries
     per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * block_d
     for b in range(batch):
-        for some in _heads_at_once(heads, per_head, device):
+        for some in heads_at_once(heads, per_head, device):
             rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
-            numbers, bias = _expanded(selection, b, some, wide, size)
+            numbers, bias = expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
             again = torch.ones(programs, dtype=torch.int32, device=device)
             strides = [*q.stride()[1:3], rows.stride(0), *out.stride()[1:3], *minus.stride()[1:3], order.stride(1)]
@@ -290,7 +290,7 @@ def token_sparse_attention(
     return out, lse
 
 
-def _epilogue(residual: Residual | None, dense: Tensor | None, unused: Tensor) -> tuple[int, Tensor, Tensor, int]:
+def epilogue_of(residual: Residual | None, dense: Tensor | None, unused: Tensor) -> tuple[int, Tensor, Tensor, int]:
     """Number in EPILOGUES, payload tensors and rank."""
     if residual is None:
         return EPILOGUES["none" if dense is None else "difference"], unused, unused, 1
@@ -302,7 +302,7 @@ def _epilogue(residual: Residual | None, dense: Tensor | None, unused: Tensor) -
     return EPILOGUES[residual.format], values.view(torch.uint8) if residual.format == "fp8" else values, scales, 1
 
 
-def _heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
+def heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     budget = min(SCRATCH_MOST, max(SCRATCH_LEAST, int(total * SCRATCH_SHARE)))
     launches = ceil_div(heads, max(1, budget // bytes_each))
@@ -311,7 +311,7 @@ def _heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterato
         yield slice(start, min(heads, start + step))
 
 
-def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:
+def expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:
     """Rows that each group sees (heads, G, wide) int32 and the tail's biases (heads, G, nb) float32."""
     bits = selection.bits[b, some]
     heads, groups, words = bits.shape

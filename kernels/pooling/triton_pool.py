@@ -57,7 +57,7 @@ def gather_rows(
     rows = k.new_empty(heads.stop - heads.start, length + count, 2, width)
     for i, x in enumerate((k, v)):
         side = rows[:, :, i]
-        _gather(x, cells, heads, side, side[:, length:], width, size or 0 if pooled is None else 0, width)
+        gather_into(x, cells, heads, side, side[:, length:], width, size or 0 if pooled is None else 0, width)
         if pooled is not None:
             side[:, length:, dim:] = 0
             side[:, length:, :dim] = pooled[i][heads]
@@ -68,11 +68,11 @@ def _means(x: Tensor, cells: CellOrder, size: int) -> Tensor:
     batch, heads, length, dim = x.shape
     means = torch.empty((batch, heads, ceil_div(length, size), dim), dtype=x.dtype, device=x.device)
     for row, mean in zip(x if x.stride(-1) == 1 else x.contiguous(), means, strict=True):
-        _gather(row, cells, slice(0, heads), mean, mean, 0, size, dim)
+        gather_into(row, cells, slice(0, heads), mean, mean, 0, size, dim)
     return means
 
 
-def _gather(x: Tensor, cells: CellOrder, heads: slice, rows: Tensor, means: Tensor, width: int, size: int, mean_width: int) -> None:
+def gather_into(x: Tensor, cells: CellOrder, heads: slice, rows: Tensor, means: Tensor, width: int, size: int, mean_width: int) -> None:
     length, dim = x.shape[1:]
     block = max(64, size)
     gather[(heads.stop - heads.start, ceil_div(length, block))](

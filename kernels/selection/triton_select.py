@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import triton_support
 from ..launch import Launch, card, launch
-from ..pooling.triton_pool import _gather
+from ..pooling.triton_pool import gather_into
 from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
 from ..triton_support import NAME, half, operand, padded
 from .triton_heaviest import Choice, Piece, pieces
@@ -40,15 +40,14 @@ def select_keys(
     q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, density: float,
     cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...], scale: float,
 ) -> KeySelection:
-    with torch.cuda.device_of(q):
-        choice = Choice.of(q, k, groups, density, cells, granularity, kept)
-        if choice.is_everything:
-            choice.choose_everything(_with_mass(lse, groups))
-            return choice.selection
-        masses = Masses.of(q, k, lse, groups, cells, granularity, scale)
-        for piece, scratch in pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes):
-            masses.compute(piece, scratch)
-            choice.choose(piece.rows, scratch)
+    choice = Choice.of(q, k, groups, density, cells, granularity, kept)
+    if choice.is_everything:
+        choice.choose_everything(_with_mass(lse, groups))
+        return choice.selection
+    masses = Masses.of(q, k, lse, groups, cells, granularity, scale)
+    for piece, scratch in pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes):
+        masses.compute(piece, scratch)
+        choice.choose(piece.rows, scratch)
     return choice.selection
 
 
@@ -114,7 +113,7 @@ def laid_out(x: Tensor, cells: CellOrder, heads: range) -> Tensor:
     for b in range(heads.start // per_batch, (heads.stop - 1) // per_batch + 1):
         some = range(max(heads.start, b * per_batch), min(heads.stop, (b + 1) * per_batch))
         part = rows[some.start - heads.start : some.stop - heads.start]
-        _gather(x[b], cells, slice(some.start - b * per_batch, some.stop - b * per_batch), part, part, padded(dim), 0, padded(dim))
+        gather_into(x[b], cells, slice(some.start - b * per_batch, some.stop - b * per_batch), part, part, padded(dim), 0, padded(dim))
     return rows.flatten(0, 1)
 
 
