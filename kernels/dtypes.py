@@ -1,8 +1,15 @@
-"""The number formats that GPU kernels take."""
+"""The number formats that are computed in."""
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+
+def exact(x: Tensor) -> AbstractContextManager:
+    """Without autocast where backends run: it would round products that are meant in float32, and refuses some dtypes."""
+    return torch.autocast(x.device.type, enabled=False) if x.device.type in ("cpu", "cuda") else nullcontext()
 
 
 def half(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .dtypes import exact
 from .shapes import Geometry
 
 AUTO = "auto"
@@ -152,7 +153,7 @@ def pick(op: str, geometry: Geometry, request: str = AUTO) -> ModuleType:
         if named and candidate.name != request:
             continue
         if _why_not(op, candidate, geometry, by_name=named) is None:
-            return _load(candidate.module)[0]
+            return load(candidate.module)[0]
     raise BackendUnavailable(_unavailable(op, geometry, request))
 
 
@@ -177,7 +178,7 @@ def _class(op: str, name: str, geometry: Geometry) -> tuple:
 
 
 def _run(backend: ModuleType, op: str, args: tuple):
-    with torch.cuda.device_of(args[0]):  # kernels are launched on the current device
+    with torch.cuda.device_of(args[0]), exact(args[0]):  # kernels are launched on the current device
         return getattr(backend, op)(*args)
 
 
@@ -239,7 +240,7 @@ def _why_not(op: str, candidate: Candidate, geometry: Geometry, by_name: bool) -
     demotion = _demoted.get(_class(op, candidate.name, geometry))
     if demotion is not None:
         return f"was demoted: {demotion.why}"
-    module, reason = _load(candidate.module)
+    module, reason = load(candidate.module)
     return reason if module is None else module.why_not(geometry)
 
 
@@ -260,7 +261,7 @@ def _words(g: Geometry) -> str:
 
 
 @cache
-def _load(module: str) -> tuple[ModuleType | None, str | None]:
+def load(module: str) -> tuple[ModuleType | None, str | None]:
     """The module, or None and what keeps a package that it imports from loading."""
     try:
         return import_module(module, __package__), None

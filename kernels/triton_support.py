@@ -14,6 +14,8 @@ OLDEST = (3, 2)
 MOST_HEAD_DIM = 256
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+if VERSION < OLDEST:  # before a kernel asks it for what it does not know
+    raise ImportError(f"needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, this is {triton.__version__}")
 
 
 def needs_fence(capability: tuple[int, int] | None) -> bool:
@@ -63,8 +65,6 @@ def fence(x):
 
 def why_not(geometry: Geometry) -> str | None:
     """None when Triton kernels can run this geometry: CUDA from Ampere on, or the CPU under TRITON_INTERPRET=1."""
-    if VERSION < OLDEST:
-        return f"needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, this is {triton.__version__}"
     if geometry.head_dim > MOST_HEAD_DIM:
         return f"takes head dims up to {MOST_HEAD_DIM}, not {geometry.head_dim}"
     if INTERPRETED:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..registry import load
 from ..residual import Residual
 from ..shapes import GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
 
@@ -44,9 +45,8 @@ def why_not(geometry: Geometry) -> str | None:
         _driver()
     except OSError as error:
         return f"cannot load the CUDA driver's library: {error}"
-    from ..triton_support import why_not as why_not_triton  # of the first two passes
-
-    return why_not_triton(geometry)
+    triton, reason = load(".attention.triton_sparse")  # the first two passes
+    return reason if triton is None else triton.why_not(geometry)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..checks import check_bhsd
+from ..dtypes import exact
 from ..shapes import GROUP_SIZE
 from .reference import FORMATS, Residual, compress, energy, error_energy, rank_of, size_of
 
@@ -15,7 +16,8 @@ AUTO_FORMATS = ("rank-8", "rank-16", "int4", "bf16")
 def compress_residual(r: Tensor, fmt: str) -> Residual:
     """r (B, H, G*C, D) in group order (`sparse_residual`), compressed. fmt: one of FORMATS or any "rank-<r>" with r >= 1."""
     _check("compress_residual", r, fmt)
-    return compress(r, fmt)
+    with exact(r):
+        return compress(r, fmt)
 
 
 def auto_residual(r: Tensor, o: Tensor, bound: float) -> Residual:
@@ -27,13 +29,16 @@ def auto_residual(r: Tensor, o: Tensor, bound: float) -> Residual:
     _check("auto_residual", r, "bf16")
     if o.dim() != 4 or (*o.shape[:2], o.shape[3]) != (*r.shape[:2], r.shape[3]):
         raise ValueError(f"auto_residual: o is {tuple(o.shape)}, r {tuple(r.shape)}; they must agree in B, H and D")
-    allowed = bound**2 * energy(o)
+    if not bound >= 0:
+        raise ValueError(f"auto_residual: bound is {bound}; needed is a share of the output, 0.01 for 1 %")
     by_size = sorted(AUTO_FORMATS, key=lambda fmt: size_of(fmt, r.shape))
-    for fmt in by_size[: by_size.index("bf16")]:
-        kept = compress(r, fmt)
-        if error_energy(r, kept) <= allowed:
-            return kept
-    return compress(r, "bf16")
+    with exact(r):
+        allowed = bound**2 * energy(o)
+        for fmt in by_size[: by_size.index("bf16")]:
+            kept = compress(r, fmt)
+            if error_energy(r, kept) <= allowed:
+                return kept
+        return compress(r, "bf16")
 
 
 def retained_energy(r: Tensor, residual: Residual) -> float:
@@ -41,8 +46,9 @@ def retained_energy(r: Tensor, residual: Residual) -> float:
     _check("retained_energy", r, residual.format)
     if tuple(r.shape) != tuple(residual.shape):
         raise ValueError(f"retained_energy: r is {tuple(r.shape)}, the compressed residual {tuple(residual.shape)}; they must agree")
-    total = energy(r)
-    return 1.0 - error_energy(r, residual) / total if total else 1.0
+    with exact(r):
+        total = energy(r)
+        return 1.0 - error_energy(r, residual) / total if total else 1.0
 
 
 def _check(op: str, r: Tensor, fmt: str) -> None:

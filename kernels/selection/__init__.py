@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_bhsd, check_cells, check_groups, check_same_length
-from ..registry import AUTO, call
+from ..registry import AUTO, call, load
 from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups, key_runs
 from .bits import expand_selection, pack_bits, unpack_bits, unselected_counts
 
@@ -87,11 +87,8 @@ def select_keys_lagged(
 
 
 def _lagged_backend(geometry: Geometry) -> ModuleType | None:
-    try:
-        from . import triton_lagged
-    except ImportError:  # no Triton
-        return None
-    return triton_lagged if triton_lagged.why_not(geometry) is None else None
+    module, _ = load(".selection.triton_lagged")
+    return module if module is not None and module.why_not(geometry) is None else None
 
 
 def _check(

@@ -31,10 +31,10 @@ def only(monkeypatch):
         module.NAME, module.why_not, module.token_sparse_attention = "frail", lambda geometry: None, function
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(registry._CANDIDATES, "token_sparse_attention", (Candidate("frail", "._frail"),))
-        registry._load.cache_clear()
+        registry.load.cache_clear()
 
     yield register
-    registry._load.cache_clear()
+    registry.load.cache_clear()
 
 
 def sample(backend="auto", steps=6, rows=1):

@@ -152,6 +152,9 @@ def test_refusals_of_shapes_say_what_is_needed():
     r = a_residual()
     with pytest.raises(ValueError, match="they must agree in B, H and D"):
         auto_residual(r, r[:1], 0.1)
+    for bound in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="needed is a share of the output"):
+            auto_residual(r, r, bound)
     with pytest.raises(ValueError, match="in group order"):
         compress_residual(r[:, :, :300], "bf16")
     with pytest.raises(ValueError, match="they must agree"):
