@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -134,10 +135,10 @@ def key_budget(density: float, keys: int) -> int:
 
 
 def key_runs(kept: tuple[tuple[int, int], ...], length: int) -> tuple[tuple[int, int], ...]:
-    """Half-open token ranges, checked: inside 0..length, ascending, not overlapping. Raises ValueError."""
+    """Half-open token ranges, checked: integers inside 0..length, ascending, not overlapping. Raises ValueError or TypeError."""
     last = 0
     for start, stop in kept:
         if not last <= start < stop <= length:
             raise ValueError(f"key ranges {kept} must be ascending, disjoint and inside 0..{length}")
         last = stop
-    return tuple(kept)
+    return tuple((index(start), index(stop)) for start, stop in kept)

@@ -1,11 +1,9 @@
 """Attention over all keys, and over the keys each group of queries selected."""
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from ..checks import check_bhsd, check_groups, check_same_length, check_selection
+from ..checks import check_bhsd, check_groups, check_memory, check_same_length, check_scale, check_selection, is_cell_size
 from ..registry import AUTO, call
 from ..residual import Residual
 from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
@@ -18,7 +16,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = No
     """
     check_bhsd("dense_attention", q=q, k=k, v=v)
     check_same_length("dense_attention", k=k, v=v)
-    return call("dense_attention", Geometry.of(q, k), backend, q, k, v, _scale(scale, q))
+    return call("dense_attention", Geometry.of(q, k), backend, q, k, v, check_scale("dense_attention", scale, q))
 
 
 def token_sparse_attention(
@@ -44,12 +42,10 @@ def token_sparse_attention(
     """
     op = "token_sparse_attention"
     _check(op, q, k, v, groups, selection, tail)
-    if residual is not None and tuple(residual.shape) != (*q.shape[:2], groups.order.shape[-1], q.shape[3]):
-        raise ValueError(
-            f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need "
-            f"{(*q.shape[:2], groups.order.shape[-1], q.shape[3])}. Compress it with the same groups"
-        )
-    out, lse = call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, residual, _scale(scale, q), return_lse, None)
+    if residual is not None:
+        _check_residual(op, residual, (*q.shape[:2], groups.order.shape[-1], q.shape[3]), q)
+    scale = check_scale(op, scale, q)
+    out, lse = call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, residual, scale, return_lse, None)
     return (out, lse) if return_lse else out
 
 
@@ -73,7 +69,8 @@ def sparse_residual(
     _check(op, q, k, v, groups, selection, tail)
     check_bhsd(op, q=q, dense=dense)
     check_same_length(op, q=q, dense=dense)
-    return call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, None, _scale(scale, q), False, dense)[0]
+    scale = check_scale(op, scale, q)
+    return call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, None, scale, False, dense)[0]
 
 
 def _check(
@@ -83,17 +80,25 @@ def _check(
     check_same_length(op, k=k, v=v)
     check_groups(op, groups, q)
     check_selection(op, selection, q, k)
+    size = tail.size if isinstance(tail, PooledTail) else tail
+    if size is not None and not is_cell_size(size):
+        raise ValueError(f"{op}: tail is {size!r}; needed is a PooledTail, a number of tokens per cell (32, 64 or 128 are usual), or None")
     if isinstance(tail, PooledTail):
-        cells = ceil_div(k.shape[2], tail.size)
+        cells = ceil_div(k.shape[2], size)
         if tuple(tail.k.shape) != (*k.shape[:2], cells, k.shape[3]) or tail.k.shape != tail.v.shape or tail.k.device != q.device:
             raise ValueError(
                 f"{op}: the tail is {tuple(tail.k.shape)} on {tail.k.device}; needed is {(*k.shape[:2], cells, k.shape[3])} on {q.device}. "
                 "Pool the keys of this call (pool_cells)"
             )
         check_bhsd(op, q=q, **{"tail.k": tail.k, "tail.v": tail.v})
-    elif tail is not None and (not isinstance(tail, int) or tail < 1):
-        raise ValueError(f"{op}: tail is {tail!r}; needed is a PooledTail, a number of tokens per cell (32, 64 or 128 are usual), or None")
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+def _check_residual(op: str, residual: Residual, shape: tuple[int, ...], q: Tensor) -> None:
+    if not isinstance(residual, Residual):
+        raise ValueError(f"{op}: the residual is a {type(residual).__name__}; needed is a Residual (compress_residual)")
+    if tuple(residual.shape) != shape:
+        raise ValueError(
+            f"{op}: the residual is {tuple(residual.shape)} in group order; q and groups need {shape}. Compress it with the same groups"
+        )
+    for part in residual.payload:
+        check_memory(op, "the residual's payload", part, part.dtype, q.device)

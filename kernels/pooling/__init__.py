@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_bhsd, check_cells, check_same_length
+from ..checks import check_bhsd, check_cells, check_same_length, is_cell_size
 from ..registry import AUTO, call
 from ..shapes import CellOrder, Geometry, PooledTail
 
@@ -16,6 +16,6 @@ def pool_cells(k: Tensor, v: Tensor, cells: CellOrder, size: int, *, backend: st
     check_bhsd("pool_cells", k=k, v=v)
     check_same_length("pool_cells", k=k, v=v)
     check_cells("pool_cells", cells, k.shape[2])
-    if size < 1:
-        raise ValueError(f"pool_cells: size is {size}; a cell has at least one token (32, 64 or 128 are usual)")
+    if not is_cell_size(size):
+        raise ValueError(f"pool_cells: size is {size!r}; a cell has at least one token (32, 64 or 128 are usual)")
     return call("pool_cells", Geometry.of(k, k), backend, k, v, cells.to(k.device), size)

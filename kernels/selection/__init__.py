@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..checks import check_bhsd, check_cells, check_groups, check_same_length
+from ..checks import check_bhsd, check_cells, check_groups, check_same_length, check_scale
 from ..registry import AUTO, call, load
 from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups, key_runs
 from .bits import expand_selection, pack_bits, unpack_bits, unselected_counts
@@ -46,7 +46,7 @@ def select_keys(
     """
     op = "select_keys"
     kept = _check(op, q, k, lse, groups, density, cells, granularity, kept)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = check_scale(op, scale, q)
     return call(op, Geometry.of(q, k), backend, q, k, lse, groups, density, cells.to(q.device), granularity, kept, scale)
 
 
@@ -74,7 +74,7 @@ def select_keys_lagged(
     kept = _check(op, q, k, lse_before, groups, density, cells, granularity, kept)
     check_bhsd(op, q=q, v=v)
     check_same_length(op, k=k, v=v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = check_scale(op, scale, q)
     fused = _lagged_backend(Geometry.of(q, k))
     if fused is not None:
         return fused.select_keys_lagged(q, k, v, lse_before, groups, density, cells.to(q.device), granularity, kept, scale)
@@ -99,8 +99,10 @@ def _check(
     check_bhsd(op, q=q, k=k)
     check_groups(op, groups, q)
     check_cells(op, cells, k.shape[2])
-    if lse.shape != q.shape[:3] or lse.device != q.device:
-        raise ValueError(f"{op}: lse is {tuple(lse.shape)} on {lse.device}; needed is {tuple(q.shape[:3])} on {q.device}")
+    if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
+        raise ValueError(
+            f"{op}: lse is {tuple(lse.shape)} {lse.dtype} on {lse.device}; needed is {tuple(q.shape[:3])} torch.float32 on {q.device}"
+        )
     if not density >= 0:
         raise ValueError(f"{op}: density is {density}; allowed is 0 to 1, the share of keys to select")
     if granularity not in GRANULARITIES:

@@ -1,4 +1,5 @@
 """Dense and token-sparse attention against their definitions in float64, and the laws that tie them together."""
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 from mc_sparse.kernels import (
     KeySelection,
     QueryGroups,
+    auto_residual,
     cell_order,
     compress_residual,
     dense_attention,
     group_queries,
     pack_bits,
     pool_cells,
+    retained_energy,
     select_keys,
     sparse_residual,
     token_sparse_attention,
@@ -262,6 +265,23 @@ def test_inputs_are_read_only_and_calls_repeat_under_inference_mode():
     assert all(map(torch.equal, inputs, copies)) and torch.equal(tail.k, tail_k)
 
 
+def test_autocast_changes_nothing():
+    q, k, v = make_qkv(length=300, head_dim=32)
+    cells = cell_order(None, after=300)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            dense, lse = dense_attention(q, k, v, backend="reference")
+            groups = group_queries(q)
+            selection = select_keys(q, k, lse, groups, density=0.5, cells=cells)
+            r = sparse_residual(q, k, v, groups, selection, dense)
+            kept = [compress_residual(r, fmt) for fmt in ("int4", "rank-8")] + [auto_residual(r, dense, 0.5)]
+            reused = [token_sparse_attention(q, k, v, groups, selection, residual=each, tail=64) for each in kept]
+            results.append([dense, lse, groups.order, selection.bits, *reused, torch.tensor([retained_energy(r, each) for each in kept])])
+    for without, within in zip(*results, strict=True):
+        assert torch.equal(without, within)
+
+
 def test_many_chunks_are_one_answer(monkeypatch):
     """Work is split by memory; the split must not show."""
     cells = cell_order((1, 1, 1000))
@@ -275,6 +295,11 @@ def test_many_chunks_are_one_answer(monkeypatch):
         results.append((dense, lse, groups.order, selection.retained, token_sparse_attention(q, k, v, groups, selection)))
     for one, many in zip(*results, strict=True):
         torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)
+
+
+def apart(x):
+    """x with a gap after each entry."""
+    return torch.stack([x, x], -1)[..., 0]
 
 
 def valid():
@@ -296,6 +321,20 @@ def valid():
         (lambda q, g, s, c: {"residual": compress_residual(torch.zeros(1, 2, 256, 8), "bf16")}, "in group order; q and groups need"),
         (lambda q, g, s, c: {"tail": 0}, "tail is 0; needed is"),
         (lambda q, g, s, c: {"tail": 32.0}, "tail is 32.0; needed is"),
+        (lambda q, g, s, c: {"tail": True}, "tail is True; needed is"),
+        (lambda q, g, s, c: {"tail": replace(pool_cells(q, q, c, 64), size=0)}, "tail is 0; needed is"),
+        (lambda q, g, s, c: {"residual": torch.zeros(1, 2, 384, 8)}, "is a Tensor; needed is a Residual"),
+        (lambda q, g, s, c: {"residual": compress_residual(torch.zeros(1, 2, 384, 8), "int4").to("meta")}, "payload: .* on meta"),
+        (lambda q, g, s, c: {"groups": replace(g, order=g.order.long())}, "groups' order: contiguous torch.int64"),
+        (lambda q, g, s, c: {"groups": replace(g, order=apart(g.order))}, "groups' order: strided"),
+        (lambda q, g, s, c: {"selection": replace(s, bits=s.bits[:, :1].expand_as(s.bits))}, "selection's bits: strided"),
+        (lambda q, g, s, c: {"selection": replace(s, counts=s.counts[:, :1].expand_as(s.counts))}, "selection's counts: strided"),
+        (lambda q, g, s, c: {"selection": replace(s, counts=s.counts.long())}, "selection's counts: contiguous torch.int64"),
+        (lambda q, g, s, c: {"selection": replace(s, counts=s.counts.to("meta"))}, "selection's counts: .* on meta"),
+        (lambda q, g, s, c: {"selection": replace(s, cells=c.to("meta"))}, "the cell order: .* on meta"),
+        (lambda q, g, s, c: {"scale": math.nan}, "scale is nan; needed is a finite number"),
+        (lambda q, g, s, c: {"scale": math.inf}, "scale is inf; needed is a finite number"),
+        (lambda q, g, s, c: {"v": q.clone().requires_grad_()}, "v requires gradients"),
         (lambda q, g, s, c: {"q": q.double()}, "allowed are float32, bfloat16, float16"),
     ],
 )

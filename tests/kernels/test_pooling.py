@@ -25,6 +25,7 @@ def test_means_of_all_keys_of_each_cell(dtype, size, length):
     [
         (10, cell_order(None, after=9), 32, "has 9 tokens, the keys 10"),
         (10, cell_order(None, after=10), 0, "at least one token"),
+        (10, cell_order(None, after=10), 32.0, "size is 32.0; a cell has at least one token"),
         (9, cell_order(None, after=10), 32, "k and v have \\(10, 9\\) tokens"),
     ],
 )

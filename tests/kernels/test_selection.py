@@ -218,6 +218,8 @@ def test_unselected_counts(granularity, size, length):
         ({"kept": ((0, 11),)}, "inside 0..10"),
         ({"cells": cell_order(None, after=9)}, "has 9 tokens, the keys 10"),
         ({"lse": torch.zeros(1, 1, 9)}, "needed is \\(1, 1, 10\\)"),
+        ({"lse": torch.zeros(1, 1, 10, dtype=torch.int64)}, "needed is .* torch.float32"),
+        ({"scale": math.nan}, "scale is nan; needed is a finite number"),
         ({"groups": group_queries(torch.zeros(1, 1, 9, 8))}, "do not fit q"),
         ({"k": torch.zeros(1, 1, 10, 7)}, "must agree in B, H and D"),
         ({"k": torch.zeros(1, 1, 10, 8, dtype=torch.float64)}, "allowed are float32"),
@@ -231,3 +233,9 @@ def test_refusals_say_what_is_needed(arguments, message):
     q, k, lse, groups, *rest = {**good, **arguments}.items()
     with pytest.raises(ValueError, match=message):
         select_keys(q[1], k[1], lse[1], groups[1], **dict(rest))
+
+
+def test_kept_ranges_are_of_whole_tokens():
+    q = torch.zeros(1, 1, 10, 8)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        select_keys(q, q, q[..., 0], group_queries(q), density=0.5, cells=cell_order(None, after=10), kept=((0.5, 3),))
