@@ -82,7 +82,7 @@ def expand(
         bit = tl.arange(0, 32)[None, :]
         mask = _words(bits, word, length, CELLS)[:, None]
         at = tl.load(before + word, mask=word < words, other=0)[:, None] + popcount(mask & ((1 << bit) - 1))
-        tl.store(numbers + at, word[:, None] * 32 + bit, mask=((mask >> bit) & 1) != 0)
+        tl.store(numbers + at, word[:, None] * 32 + bit, mask=(((mask >> bit) & 1) != 0) & (at < wide))  # counts may contradict bits
 
 
 @triton.jit
