@@ -84,12 +84,13 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     io.Combo.Input, "grouping", options=[AUTO, *GROUPINGS], default=AUTO,
-                    tooltip="How queries are grouped to share a selection. pddp: by content, slower at anchors. cells: by position, fast, "
-                    "and measured as exact.",
+                    tooltip="How queries are grouped to share a selection. cells: by position, needs no "
+                    "computing, measured equally close. pddp: by content, much slower at anchors on CPUs, a few percent on GPUs.",
                 ),
                 declare(
                     io.Combo.Input, "granularity", options=[AUTO, "token", "cell32"], default=AUTO,
-                    tooltip="What is selected: single keys (token, more exact) or cells of 32 neighbours (cell32, faster, less memory).",
+                    tooltip="What is selected: single keys (token, more exact) or cells of 32 neighbours (cell32, less memory, "
+                    "less exact, hardly faster).",
                 ),
                 declare(
                     Schedule.Input, "schedule", optional=True,
@@ -98,18 +99,20 @@ class MCSparsePatchModel(io.ComfyNode):
                 declare(
                     io.Combo.Input, "residual", options=list(RESIDUAL_NAMES), default=AUTO,
                     tooltip="How the rest that sparse attention misses is kept between anchors. auto: the preset's own. bf16: exact, most "
-                    "memory (as much as one activation per block and conditioning). int4: under a third. rank-8: a few percent. "
+                    "memory (as much as one activation per block and conditioning). int4: under a third. rank-8: a twelfth. "
                     "off: no memory, visible change.",
                 ),
                 declare(
                     io.Int.Input, "min_tokens", default=4096, min=MIN_TOKENS_FLOOR, max=1 << 24, step=256,
-                    tooltip="Shorter sequences stay dense: below a few thousand tokens sparse attention is not faster. Tokens of Wan: "
+                    tooltip="Shorter sequences stay dense: below a few thousand tokens sparse attention is not faster (on fast GPUs below some ten "
+                    "thousand). Tokens of Wan: "
                     "((frames - 1) / 4 + 1) x height / 16 x width / 16.",
                 ),
                 declare(
                     io.Combo.Input, "backend", options=list(backend_names()), default="auto",
-                    tooltip="Kernels to use. auto: the fastest this machine can run, dense where none can. A named one is strict: it stops "
-                    "with the reason where it cannot run.",
+                    tooltip="Kernels to use. auto: usually the fastest this machine can run, dense where none can. triton: NVIDIA cards from "
+                    "RTX 30 on. hopper: H100 and H200. reference: anywhere, slow. A named one is strict: it stops with the reason where it "
+                    "cannot run.",
                 ),
                 declare(
                     io.Boolean.Input, "verbose", default=False,
