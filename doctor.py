@@ -11,7 +11,7 @@ from . import __version__
 
 OPTIONAL = {  # distribution -> what it is for
     "triton": "kernels for NVIDIA cards from Ampere on",
-    "nvidia-cutlass-dsl": "building the Hopper kernel",
+    "nvidia-cutlass-dsl": "only to rebuild the Hopper kernel, which is shipped",
     "fa3-fwd": "the fastest dense steps on Hopper",
     "flash-attn-4": "fast dense steps on Hopper and Blackwell",
     "flash-attn": "fast dense steps",
@@ -42,7 +42,7 @@ def main() -> int:
     else:
         built = torch.version.cuda or torch.version.hip
         print("GPU: none" + (f" that PyTorch (built for {built}) can use" if built else "; this PyTorch is built for the CPU only"))
-    print("\nKernels, by operation: what auto takes, then the others")
+    print("\nKernels, by operation: what auto takes by what is installed (checked when first used), then the others")
     for device, dtype, capability in devices:
         sparse = False
         for head_dim in HEAD_DIMS:

@@ -143,6 +143,7 @@ def measure(q, k, v, grid, kinds: dict, what: str, rounds: int, others: bool = F
             cases[name] = case
     for density, tail, granularity, grouping, fmt in kinds:
         if what == "random":
+            grouping = "random"
             groups, selection = random_groups(heads, length), random_selection(heads, length, density, cells, granularity)
         else:
             groups = group_queries(q, method=grouping, cells=cells)
@@ -245,7 +246,7 @@ def main() -> None:
     args = parser.parse_args()
     rounds = 3 if args.quick else 7
     bf16, fp16 = torch.bfloat16, torch.float16
-    plain = [(d, t, "token", "pddp", None) for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
+    plain = [(d, t, "token", "random", None) for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
     rows = []
     heads, grid, dim = WAN_720
     length = grid[0] * grid[1] * grid[2]

@@ -104,15 +104,15 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     io.Int.Input, "min_tokens", default=4096, min=MIN_TOKENS_FLOOR, max=1 << 24, step=256,
-                    tooltip="Shorter sequences stay dense: below a few thousand tokens sparse attention is not faster (on fast GPUs below some ten "
-                    "thousand). Tokens of Wan: "
+                    tooltip="Shorter sequences stay dense: below a few thousand tokens sparse attention is not faster (on fast GPUs below "
+                    "some ten thousand). Tokens of Wan: "
                     "((frames - 1) / 4 + 1) x height / 16 x width / 16.",
                 ),
                 declare(
                     io.Combo.Input, "backend", options=list(backend_names()), default="auto",
-                    tooltip="Kernels to use. auto: usually the fastest this machine can run, dense where none can. triton: NVIDIA cards from "
-                    "RTX 30 on. hopper: H100 and H200. reference: anywhere, slow. A named one is strict: it stops with the reason where it "
-                    "cannot run.",
+                    tooltip="Kernels to use. auto: usually the fastest this machine can run, dense where none can. triton: NVIDIA cards "
+                    "from RTX 30 on. hopper: H100 and H200. reference: anywhere, slow. A named one is strict: it stops with the reason "
+                    "where it cannot run.",
                 ),
                 declare(
                     io.Boolean.Input, "verbose", default=False,
