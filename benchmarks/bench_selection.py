@@ -15,7 +15,6 @@ import argparse
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 
 import harness
@@ -200,13 +199,11 @@ def breakdown(q, k, lse, groups, cells, granularity: str) -> str:
     return ", ".join(f"{name} {times[name].ms * scaled[name]:.2f} ms" for name in cases) + f" (of the first of {len(parts)} parts, scaled)"
 
 
-def mass_settings(head_dim: int) -> list[tuple[Launch, bool]]:
-    """(launch parameters, polynomial): one or two groups a program."""
+def mass_settings(head_dim: int) -> list[tuple[Launch, None]]:
+    """Launch parameters: one or two groups a program."""
     pairs = [Launch(64, 4, stages, registers, 256) for stages, registers in product((2, 3, 4), (208, 232, 255))]
     single = [Launch(64, 4, stages, registers) for stages, registers in product((2, 3), (160, 168, 184, 232))]
-    return [(p, False) for p in [*pairs, Launch(64, 4, 3, None, 256), *single, Launch(64, 4, 4, 184)]] + [
-        (Launch(64, 4, 3, 232, 256), True), (Launch(64, 4, 3, 184), True)
-    ]  # fmt: skip
+    return [(parameters, None) for parameters in (*pairs, Launch(64, 4, 3, None, 256), *single, Launch(64, 4, 4, 184))]
 
 
 def choice_settings() -> list[tuple[Launch, int]]:
@@ -221,20 +218,19 @@ def compile_some(index: int) -> None:
         q, k, _ = make_inputs(2, 1024, head_dim, "random")
         groups, cells, lse = group_queries(q, method="cells", cells=cell_order((4, 16, 16))), cell_order((4, 16, 16)), q[..., 0].float()
         work = [*mass_settings(head_dim), *(choice_settings() if head_dim == 128 else [])]
-        for parameters, other in work[index::COMPILERS]:
+        for parameters, units in work[index::COMPILERS]:
             try:
-                tune_case(q, k, lse, groups, cells.to("cuda"), parameters, other)()
+                tune_case(q, k, lse, groups, cells.to("cuda"), parameters, units)()
             except Exception as error:  # the one that tunes says it again
                 print(parameters, type(error).__name__)
     torch.cuda.synchronize()
 
 
-def tune_case(q, k, lse, groups, cells, parameters: Launch, other: bool | int, masses=None):
-    """A call of the mass kernel on all rows, or (other is a number) of the choice on the first of them."""
-    if isinstance(other, bool):
+def tune_case(q, k, lse, groups, cells, parameters: Launch, units: int | None, masses=None):
+    """A call of the mass kernel on all rows, or, given the units of a thread in a step, of the choice on the first of them."""
+    if units is None:
         choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
         mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", q.shape[3] ** -0.5, parameters)
-        mass = replace(mass, polynomial=other)
         parts = list(triton_heaviest.pieces(choice, parameters.queries // GROUP_SIZE, mass.key_bytes))
 
         def compute():
@@ -249,7 +245,7 @@ def tune_case(q, k, lse, groups, cells, parameters: Launch, other: bool | int, m
         masses = torch.zeros(len(rows), triton_heaviest.row_width(k.shape[2]), device="cuda")
 
     def choose():
-        triton_heaviest.PER_THREAD = other
+        triton_heaviest.PER_THREAD = units
         choice.choose(rows, masses)
         return choice.selection.bits.flatten(0, 2)[: len(rows)]
 
@@ -270,10 +266,10 @@ def tune() -> list[dict]:
             compiler.wait()
         dense_ms = harness.interleaved({dense_name: dense}, rounds=5)[dense_name].ms
         print(f"H{heads} S{length} D{head_dim} {dense_name} dense: {dense_ms:.2f} ms", flush=True)
-        for parameters, polynomial in mass_settings(head_dim):
-            row = {"kernel": "mass", "D": head_dim, "polynomial": polynomial, **parameters._asdict()}
+        for parameters, _ in mass_settings(head_dim):
+            row = {"kernel": "mass", "D": head_dim, **parameters._asdict()}
             try:
-                case = tune_case(q, k, lse, groups, cells, parameters, polynomial)
+                case = tune_case(q, k, lse, groups, cells, parameters, None)
                 piece, memory = case()
             except Exception as error:  # too much shared memory, say: a line of the table
                 print(row, type(error).__name__, str(error).splitlines()[0][:100] if str(error) else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -71,7 +70,6 @@ class Masses:
     scale: float
     launch: Launch
     described: bool
-    polynomial: bool = False  # a quarter of the exponentials by polynomial, on Hopper: relative error 1e-4
 
     @classmethod
     def of(
@@ -101,8 +99,7 @@ class Masses:
             q, source(keys, parameters.tile, self.described), self.lse, self.members, out,
             piece.programs.start, piece.rows.start, piece.heads.start, q.shape[1], self.members.shape[2] // GROUP_SIZE,
             q.shape[2], self.k.shape[2], out.stride(0), self.scale, *q.stride()[:3], *self.members.stride()[:2],
-            q.shape[3], dim, parameters.tile, self.per_bit, self.described, parameters.queries == 2 * GROUP_SIZE, self.polynomial,
-            **parameters.options,
+            q.shape[3], dim, parameters.tile, self.per_bit, self.described, parameters.queries == 2 * GROUP_SIZE, **parameters.options,
         )  # fmt: skip
 
 
@@ -171,24 +168,13 @@ def _group(
     return queries, tl.where(live & (shift > float("-inf")), shift, float("inf"))  # exp2(-inf) = 0: they add no mass
 
 
-@triton.jit
-def _sums(exponents, POLYNOMIAL: tl.constexpr):
-    """Sums over the queries of 2**exponents [TILE, 128]."""
-    if POLYNOMIAL:
-        total = tl.sum(_exp2(exponents), 1)
-        total = tl.where(total < 1e-30, 0.0, total)  # the polynomial's exp2(-inf) is 1e-38
-    else:
-        total = tl.sum(tl.exp2(exponents), 1)
-    return total
-
-
 @triton.jit(do_not_specialize=["first_program", "first_row", "first_head", "heads", "groups", "q_length", "k_length"])
 def mass_kernel(
     q, k, lse, members, mass,
     first_program, first_row, first_head, heads, groups, q_length, k_length, width, scale,  # scale: of exponents to base 2
     q_batch, q_head, q_token, members_batch, members_head,
     D: tl.constexpr, D_PADDED: tl.constexpr, TILE: tl.constexpr, PER_BIT: tl.constexpr,
-    DESCRIBED: tl.constexpr, PAIR: tl.constexpr, POLYNOMIAL: tl.constexpr,
+    DESCRIBED: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Masses of all units for one group a program, or for two neighbours (PAIR), which halves the reading of k.
 
@@ -209,7 +195,7 @@ def mass_kernel(
     if not DESCRIBED:
         for start in range(0, k_length, TILE):
             tile = operand(load_tile(k, head_here, start, k_length, D_PADDED, TILE, DESCRIBED))
-            total = _sums(tl.dot(tile, queries) * scale - shift[None, :], POLYNOMIAL)
+            total = tl.sum(tl.exp2(tl.dot(tile, queries) * scale - shift[None, :]), 1)
             store_masses(row, total, start, k_length, True, PER_BIT, TILE)
     else:
         last_row = row
@@ -225,50 +211,9 @@ def mass_kernel(
         for start in range(0, k_length + TILE, TILE):
             tile = operand(load_tile(k, head_here, start, k_length, D_PADDED, TILE, DESCRIBED))
             scores = tl.dot(tile, queries)
-            store_masses(last_row, _sums(exponents, POLYNOMIAL), start - TILE, k_length, is_there, PER_BIT, TILE)
+            store_masses(last_row, tl.sum(tl.exp2(exponents), 1), start - TILE, k_length, is_there, PER_BIT, TILE)
             exponents = scores * scale - shift[None, :]
             if PAIR:
                 scores = tl.dot(tile, queries_2)
-                store_masses(row, _sums(exponents, POLYNOMIAL), start, k_length, True, PER_BIT, TILE)
+                store_masses(row, tl.sum(tl.exp2(exponents), 1), start, k_length, True, PER_BIT, TILE)
                 exponents = scores * scale - shift_2[None, :]
-
-
-# 2**x, x <= 64 say: round x to n + f, a cubic for 2**f (relative error 7.6e-5), n into the exponent bits.
-_COEFFICIENTS = (0.9999280735567418, 0.6932609858003214, 0.24261112205233143, 0.055171667217711204)
-_CUBIC = """
-    max.f32 x, {x}, 0fC2FC0000;
-    add.rn.f32 t, x, 0f4B400000;
-    sub.rn.f32 n, t, 0f4B400000;
-    sub.rn.f32 x, x, n;
-    fma.rn.f32 p, x, 0f{c3}, 0f{c2};
-    fma.rn.f32 p, p, x, 0f{c1};
-    fma.rn.f32 p, p, x, 0f{c0};
-    mov.b32 i, p;
-    mov.b32 j, t;
-    shl.b32 j, j, 23;
-    add.s32 i, i, j;
-    mov.b32 {y}, i;
-"""
-
-
-def _float_bits(x: float) -> str:
-    return f"{torch.tensor(x, dtype=torch.float32).view(torch.int32).item() & 0xFFFFFFFF:08X}"
-
-
-def _exp2_assembly() -> str:
-    """exp2 of 8 values: those a thread holds of two adjacent columns, twice for two rows each, so both rows are treated alike."""
-    cubic = {f"c{i}": _float_bits(c) for i, c in enumerate(_COEFFICIENTS)}
-    by_cubic = (1, 3)
-    lines = ["{ .reg .f32 x, t, n, p; .reg .b32 i, j;"]
-    for i in range(8):
-        lines.append(_CUBIC.format(x=f"${8 + i}", y=f"${i}", **cubic) if i in by_cubic else f"ex2.approx.ftz.f32 ${i}, ${8 + i};")
-    return "\n".join([*lines, "}"])
-
-
-_EXP2 = tl.constexpr(_exp2_assembly())
-
-
-@triton.jit
-def _exp2(x):
-    """2**x, of every 8 values 2 by a polynomial."""
-    return tl.inline_asm_elementwise(_EXP2, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=8)

@@ -31,11 +31,11 @@ def compile_as(chosen, target, kernel, types, constants):
     return triton_compile.compile_for(target, kernel, types, constants, chosen.warps, chosen.stages, **limit)
 
 
-def mass(target, head_dim, dtype="bf16", per_bit=1, polynomial=False):
+def mass(target, head_dim, dtype="bf16", per_bit=1):
     """Compiled as it runs on the card."""
     chosen, described = launch("mass", head_dim, CAPABILITY[target]), triton_select.described(CAPABILITY[target])
     constants = {"D": head_dim, "D_PADDED": head_dim, "TILE": chosen.tile, "PER_BIT": per_bit, "DESCRIBED": described}
-    constants |= {"PAIR": chosen.queries == 256, "POLYNOMIAL": polynomial}
+    constants |= {"PAIR": chosen.queries == 256}
     types = signature(triton_select.mass_kernel, head_dim, chosen.tile, described, dtype)
     return compile_as(chosen, target, triton_select.mass_kernel, types, constants)
 
@@ -70,10 +70,8 @@ def test_exponentials_run_beside_the_products_on_hopper(head_dim, per_bit):
 
 
 def test_masses_on_hopper_otherwise():
-    """float16; some exponentials as polynomials; large heads."""
+    """float16; large heads."""
     assert mass(90, 128, "fp16").count("HGMMA") > 0
-    mixed = mass(90, 128, polynomial=True)
-    assert mixed.stack == 0 and mixed.count(r"MUFU\.EX2") == 96
     assert mass(90, 256).stack == 0
 
 
