@@ -82,7 +82,7 @@ _verified: set[tuple] = set()
 _demoted: dict[tuple, Demotion] = {}
 _lock = Lock()
 
-# Of an exception text: the CUDA context is lost.
+# Of an exception text: a failed allocation, and that the CUDA context is lost.
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed", '"aten::new_empty"', '"aten::empty"')
 _FINAL_ERRORS = (
     "illegal memory access", "illegal_address", "illegal instruction", "illegal_instruction", "misaligned address", "misaligned_address",

@@ -37,16 +37,14 @@ def compile_for(target: int, kernel, signature: dict[str, str], constants: dict,
     signature: Triton type by argument, "*bf16", "i32", "fp32", ... ; "constexpr" and ":16" suffixes ("*bf16:16": a multiple of 16) as
     understood here. constants: values of the constexpr arguments. Needs no GPU.
     """
-    types, aligned = {}, {}
-    for i, (name, kind) in enumerate(signature.items()):
+    positions = {name: i for i, name in enumerate(kernel.arg_names)}
+    types, aligned = dict.fromkeys(constants, "constexpr"), {}
+    for name, kind in signature.items():
         types[name], _, multiple = kind.partition(":")
         if multiple:
-            aligned[(i,)] = [["tt.divisibility", int(multiple)]]
-    types |= {name: "constexpr" for name in constants}
-    order = {name: types[name] for name in kernel.arg_names}
-    positions = {name: i for i, name in enumerate(kernel.arg_names)}
-    aligned = {(positions[list(signature)[i[0]]],): a for i, a in aligned.items()}
-    source = ASTSource(kernel, order, constexprs={(positions[n],): v for n, v in constants.items()}, attrs=aligned)
+            aligned[(positions[name],)] = [["tt.divisibility", int(multiple)]]
+    in_order = {name: types[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, in_order, constexprs={(positions[n],): v for n, v in constants.items()}, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps, "num_stages": stages, **options})
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:

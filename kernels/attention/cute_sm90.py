@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..dtypes import half
 from ..registry import load
 from ..residual import Residual
-from ..shapes import GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
+from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups
 
 NAME = "hopper"
 CUBINS = Path(__file__).with_name("cubins")
@@ -29,7 +30,6 @@ CHOSEN = {
 }
 _TYPES = {"p": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-LOG2_E = 1.4426950408889634
 
 
 def why_not(geometry: Geometry) -> str | None:
@@ -104,56 +104,19 @@ def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
     residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
+    """As the reference."""
     from ..launch import launch
-    from ..pooling.triton_pool import gather_rows, pool_cells
-    from ..shapes import CELL_SIZES
-    from ..triton_support import half, needs_fence
-    from . import triton_sparse as triton
+    from .triton_sparse import in_passes
 
-    batch, heads, length, dim = q.shape
-    keys, device = k.shape[2], q.device
-    capability = torch.cuda.get_device_capability(device)
-    q, k, v = _aligned(half(q)), half(k), half(v)
-    hopper = kernel(CHOSEN[q.dtype, dim], device.index)
-    tile = hopper.facts["tile"]
-    how = launch("sparse_online", dim, capability)
-    shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
-    out = torch.empty(shape, dtype=q.dtype, device=device)
-    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
-    epilogue, values, scales, rank = triton.epilogue_of(residual, dense, q)
-    minus = out if dense is None else _aligned(half(dense))
-    order = groups.expanded(batch, heads)
-    if isinstance(tail, int) and tail not in CELL_SIZES:
-        tail = pool_cells(k, v, selection.cells, tail)
-    size = tail.size if isinstance(tail, PooledTail) else tail
-    cells = 0 if size is None else ceil_div(keys, size)
-    nothing = torch.full((1,), float("-inf"), device=device)
-
-    wide = ceil_div(selection.most + cells + tile, 16) * 16
-    per_head = 4 * groups.count * (wide + cells + 1 + ceil_div(keys, 32)) + 4 * (keys + cells) * dim
+    q, device = _aligned(half(q)), q.device
+    hopper = kernel(CHOSEN[q.dtype, q.shape[3]], device.index)
+    how = launch("sparse_online", q.shape[3], torch.cuda.get_device_capability(device))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
-    for b in range(batch):
-        for some in triton.heads_at_once(heads, per_head, device):
-            rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
-            numbers, bias = triton.expanded(selection, b, some, wide, size)
-            programs = (some.stop - some.start) * groups.count
-            again = torch.zeros(programs, dtype=torch.int32, device=device)
-            left, right = (values, scales) if residual is None else (values[b], scales[b])
-            hopper.launch(
-                min(programs, processors), stream, q=q[b], rows=rows, out=out[b], lse=out if lse is None else lse[b], order=order[b],
-                numbers=numbers, counts=selection.counts[b], bias=bias, values=left, scales=right, dense=minus[b], again=again,
-                minus=nothing, q_h=q.stride(1), rows_h=rows.stride(0), out_h=out.stride(1), dense_h=minus.stride(1),
-                order_h=order.stride(1), q_s=q.stride(2), out_s=out.stride(2), dense_s=minus.stride(2), first=some.start,
-                groups=groups.count, total=programs, length=length, wide=wide, cells=cells, rank=rank, epilogue=epilogue,
-                with_lse=int(with_lse), scale=scale * LOG2_E,
-            )  # fmt: skip
-            triton.attend[(min(programs, triton.AGAIN_PROGRAMS),)](
-                q[b], rows, out[b], out if lse is None else lse[b], order[b], numbers, selection.counts[b], bias, left, right, minus[b],
-                q.stride(1), q.stride(2), rows.stride(0), out.stride(1), out.stride(2), minus.stride(1), minus.stride(2), order.stride(1),
-                some.start, groups.count, length, wide, cells, scale * LOG2_E, rank, int(with_lse), again, programs,
-                D=dim, BLOCK_D=dim, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=True,
-                FENCE=needs_fence(capability), **how.options,
-            )  # fmt: skip
-    return out, lse
+    nothing = torch.full((1,), float("-inf"), device=device)
+
+    def fixed(programs: int, epilogue: int, arguments: dict) -> None:
+        hopper.launch(min(programs, processors), stream, **arguments, total=programs, epilogue=epilogue, minus=nothing)
+
+    dense = None if dense is None else _aligned(half(dense))
+    return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, hopper.facts["tile"], fixed)

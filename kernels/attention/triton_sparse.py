@@ -10,14 +10,14 @@ faster on an H200). Groups in which a query leaves that range run again with a r
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import launch
+from ..launch import Launch, launch
 from ..pooling.triton_pool import gather_rows, pool_cells
 from ..residual import Residual
 from ..residual.reference import INT2_INNER, INT2_OUTER, rank_of
@@ -250,17 +250,38 @@ def attend(
 def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
     residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As the reference."""
+    capability, block_d = Geometry.of(q, k).capability, padded(q.shape[3])
+    if half(q).dtype != torch.bfloat16:
+        how = launch("sparse_online", block_d, capability)
+        return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, how.tile)
+    how = launch("sparse", block_d, capability)
+
+    def fixed(programs: int, epilogue: int, arguments: dict) -> None:
+        attend[(programs,)](**arguments, programs=programs, **_constants(how, q, epilogue, False))
+
+    return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, how.tile, fixed)
+
+
+def in_passes(
+    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
+    how: Launch, tile: int, fixed: Callable[[int, int, dict], None] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory.
+
+    fixed: launches a kernel for (programs, epilogue, arguments by the names of `attend`) that takes the exponentials relative to a fixed
+    reference, whose lists are read up to `tile` entries past their end; `attend` follows, with `how`, for the programs that `again` marks.
+    None: `attend` computes all.
+    """
     batch, heads, length, dim = q.shape
     keys, block_d, dtype, device = k.shape[2], padded(dim), q.dtype, q.device
-    capability = Geometry.of(q, k).capability
     q, k, v = half(q), half(k), half(v)
-    how = launch("sparse" if q.dtype == torch.bfloat16 else "sparse_online", block_d, capability)
     shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
     out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
-    epilogue, values, scales, rank = epilogue_of(residual, dense, q)
+    epilogue, values, scales, rank = _epilogue(residual, dense, q)
     minus = out if dense is None else dense if dense.stride(-1) == 1 else dense.contiguous()
     order = groups.expanded(batch, heads)
     if isinstance(tail, int) and tail not in CELL_SIZES:
@@ -268,29 +289,39 @@ def token_sparse_attention(
     size = tail.size if isinstance(tail, PooledTail) else tail
     cells = 0 if size is None else ceil_div(keys, size)
 
-    wide = ceil_div(selection.most + cells + how.tile, 16) * 16
+    wide = ceil_div(selection.most + cells + tile, 16) * 16
     parts = GROUP_SIZE // how.queries
     per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * block_d
     for b in range(batch):
-        for some in heads_at_once(heads, per_head, device):
+        for some in _heads_at_once(heads, per_head, device):
             rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
-            numbers, bias = expanded(selection, b, some, wide, size)
+            numbers, bias = _expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
-            again = torch.ones(programs, dtype=torch.int32, device=device)
-            strides = [*q.stride()[1:3], rows.stride(0), *out.stride()[1:3], *minus.stride()[1:3], order.stride(1)]
-            launches = ((True, programs),) if dtype == torch.float16 else ((False, programs), (True, min(programs, AGAIN_PROGRAMS)))
-            for online, grid in launches:
-                attend[(grid,)](
-                    q[b], rows, out[b], out if lse is None else lse[b], order[b], numbers, selection.counts[b], bias,
-                    values if residual is None else values[b], scales if residual is None else scales[b], minus[b],
-                    *strides, some.start, groups.count, length, wide, cells, scale * LOG2_E.value, rank, int(with_lse), again, programs,
-                    D=dim, BLOCK_D=block_d, M=how.queries, N=how.tile, STAGES=how.stages, EPILOGUE=epilogue, ONLINE=online,
-                    FENCE=needs_fence(capability), **how.options,
-                )  # fmt: skip
+            again = torch.full((programs,), int(fixed is None), dtype=torch.int32, device=device)
+            arguments = {
+                "q": q[b], "rows": rows, "out": out[b], "lse": out if lse is None else lse[b], "order": order[b], "numbers": numbers,
+                "counts": selection.counts[b], "bias": bias, "values": values if residual is None else values[b],
+                "scales": scales if residual is None else scales[b], "dense": minus[b], "again": again,
+                "q_h": q.stride(1), "q_s": q.stride(2), "rows_h": rows.stride(0), "out_h": out.stride(1), "out_s": out.stride(2),
+                "dense_h": minus.stride(1), "dense_s": minus.stride(2), "order_h": order.stride(1), "first": some.start,
+                "groups": groups.count, "length": length, "wide": wide, "cells": cells, "scale": scale * LOG2_E.value, "rank": rank,
+                "with_lse": int(with_lse),
+            }  # fmt: skip
+            if fixed is not None:
+                fixed(programs, epilogue, arguments)
+            grid = programs if fixed is None else min(programs, AGAIN_PROGRAMS)
+            attend[(grid,)](**arguments, programs=programs, **_constants(how, q, epilogue, True))
     return out, lse
 
 
-def epilogue_of(residual: Residual | None, dense: Tensor | None, unused: Tensor) -> tuple[int, Tensor, Tensor, int]:
+def _constants(how: Launch, q: Tensor, epilogue: int, online: bool) -> dict:
+    """Compile-time arguments of `attend` and options of its launch."""
+    dim, capability = q.shape[3], Geometry.of(q, q).capability
+    constants = {"D": dim, "BLOCK_D": padded(dim), "M": how.queries, "N": how.tile, "STAGES": how.stages, "EPILOGUE": epilogue}
+    return constants | {"ONLINE": online, "FENCE": needs_fence(capability)} | how.options
+
+
+def _epilogue(residual: Residual | None, dense: Tensor | None, unused: Tensor) -> tuple[int, Tensor, Tensor, int]:
     """Number in EPILOGUES, payload tensors and rank."""
     if residual is None:
         return EPILOGUES["none" if dense is None else "difference"], unused, unused, 1
@@ -302,7 +333,7 @@ def epilogue_of(residual: Residual | None, dense: Tensor | None, unused: Tensor)
     return EPILOGUES[residual.format], values.view(torch.uint8) if residual.format == "fp8" else values, scales, 1
 
 
-def heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
+def _heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     budget = min(SCRATCH_MOST, max(SCRATCH_LEAST, int(total * SCRATCH_SHARE)))
     launches = ceil_div(heads, max(1, budget // bytes_each))
@@ -311,7 +342,7 @@ def heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator
         yield slice(start, min(heads, start + step))
 
 
-def expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:
+def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:
     """Rows that each group sees (heads, G, wide) int32 and the tail's biases (heads, G, nb) float32."""
     bits = selection.bits[b, some]
     heads, groups, words = bits.shape

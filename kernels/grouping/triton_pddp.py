@@ -45,10 +45,9 @@ def group_queries(q: Tensor) -> QueryGroups:
     order, spare = (torch.full((rows, width), -1, dtype=torch.int32, device=q.device) for _ in range(2))
     order[:, :length] = torch.arange(length, dtype=torch.int32, device=q.device)
     keys = torch.empty_like(order)
-    with torch.cuda.device_of(q):
-        for level in range((width // GROUP_SIZE - 1).bit_length()):
-            _split_level(q, order, spare, keys, level, padded, capability)
-            order, spare = spare, order
+    for level in range((width // GROUP_SIZE - 1).bit_length()):
+        _split_level(q, order, spare, keys, level, padded, capability)
+        order, spare = spare, order
     return QueryGroups(order.view(batch, heads, width), length)
 
 

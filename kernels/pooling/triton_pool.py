@@ -73,6 +73,7 @@ def _means(x: Tensor, cells: CellOrder, size: int) -> Tensor:
 
 
 def gather_into(x: Tensor, cells: CellOrder, heads: slice, rows: Tensor, means: Tensor, width: int, size: int, mean_width: int) -> None:
+    """`gather` for some heads of x (H, S, D): width 0 writes no rows, size 0 no means."""
     length, dim = x.shape[1:]
     block = max(64, size)
     gather[(heads.stop - heads.start, ceil_div(length, block))](
