@@ -1,4 +1,5 @@
 """Keeps our folders off `sys.path`, finds ComfyUI, and skips what this machine cannot run."""
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -8,6 +9,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # As top-level names our `nodes` and `kernels` would shadow ComfyUI's and Hugging Face's.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
+
+
+@pytest.fixture(scope="session")
+def script():
+    """script(path): a file that is run by its path, such as those of benchmarks/ and scripts/, as a module; path from the root."""
+
+    def load(path: str):
+        spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 def comfyui_checkouts() -> list[Path]:

@@ -1,5 +1,4 @@
 """README's kernel numbers are those of the committed results, and these hold what we say of them."""
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def report():
-    spec = importlib.util.spec_from_file_location("kernel_report", ROOT / "benchmarks" / "kernel_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def report(script):
+    return script("benchmarks/kernel_report.py")
 
 
 def test_readme_holds_the_newest_results(report):

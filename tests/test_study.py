@@ -1,5 +1,4 @@
 """Presets and README say what the committed study says."""
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ STEPS = 30
 
 
 @pytest.fixture(scope="module")
-def report():
-    spec = importlib.util.spec_from_file_location("study_report", ROOT / "benchmarks" / "study_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def report(script):
+    return script("benchmarks/study_report.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 """The compiled Hopper kernels that are committed: made from the sources beside them, and what the compiler made of these."""
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,7 +10,6 @@ import torch
 from mc_sparse.kernels import Geometry
 from mc_sparse.kernels.attention import cute_sm90
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
 SIZES = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
 HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
@@ -22,11 +20,8 @@ def facts(name):
 
 
 @pytest.fixture(scope="module")
-def builder():
-    spec = importlib.util.spec_from_file_location("build_cubins", ROOT / "scripts" / "build_cubins.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def builder(script):
+    return script("scripts/build_cubins.py")
 
 
 @pytest.fixture(scope="module")
