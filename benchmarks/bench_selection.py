@@ -21,7 +21,7 @@ import harness
 import torch
 
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
-from mc_sparse.kernels.launch import Launch
+from mc_sparse.kernels.launch import Launch, launch
 from mc_sparse.kernels.registry import BackendUnavailable
 from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.selection.bits import popcount
@@ -199,17 +199,22 @@ def breakdown(q, k, lse, groups, cells, granularity: str) -> str:
     return ", ".join(f"{name} {times[name].ms * scaled[name]:.2f} ms" for name in cases) + f" (of the first of {len(parts)} parts, scaled)"
 
 
-def mass_settings(head_dim: int) -> list[tuple[Launch, None]]:
+def mass_settings() -> list[Launch]:
     """Launch parameters: one or two groups a program."""
     pairs = [Launch(64, 4, stages, registers, 256) for stages, registers in product((2, 3, 4), (208, 232, 255))]
     single = [Launch(64, 4, stages, registers) for stages, registers in product((2, 3), (160, 168, 184, 232))]
-    return [(parameters, None) for parameters in (*pairs, Launch(64, 4, 3, None, 256), *single, Launch(64, 4, 4, 184))]
+    return [*pairs, Launch(64, 4, 3, None, 256), *single, Launch(64, 4, 4, 184)]
 
 
-def choice_settings() -> list[tuple[Launch, int]]:
-    """(launch parameters, units of a thread in a step)."""
-    shapes = ((4096, 8, 4), (4096, 8, 8), (4096, 16, 4), (2048, 4, 4), (2048, 8, 4), (8192, 16, 4))
-    return [(Launch(sample, warps, stages), units) for (sample, warps, units), stages in product(shapes, (1, 2, 4, 6))]
+def choice_settings() -> list[triton_heaviest.Launches]:
+    """Launch parameters: one of the three kernels' other than it runs."""
+    usual = triton_heaviest.Launches(*(launch(kernel, 64, None) for kernel in triton_heaviest.Launches._fields))
+    shapes = {
+        "bracket": ((4096, 4), (8192, 8), (8192, 16)),
+        "divide": ((1024, 2), (2048, 8), (4096, 4), (4096, 8), (8192, 8)),
+        "heaviest": ((1024, 4), (2048, 8), (2048, 16)),
+    }
+    return [usual, *(usual._replace(**{kernel: Launch(*shape, 1)}) for kernel in shapes for shape in shapes[kernel])]
 
 
 def compile_some(index: int) -> None:
@@ -217,18 +222,18 @@ def compile_some(index: int) -> None:
     for _, _, head_dim in TUNE_SIZES:
         q, k, _ = make_inputs(2, 1024, head_dim, "random")
         groups, cells, lse = group_queries(q, method="cells", cells=cell_order((4, 16, 16))), cell_order((4, 16, 16)), q[..., 0].float()
-        work = [*mass_settings(head_dim), *(choice_settings() if head_dim == 128 else [])]
-        for parameters, units in work[index::COMPILERS]:
+        work = [*mass_settings(), *(choice_settings() if head_dim == 128 else [])]
+        for parameters in work[index::COMPILERS]:
             try:
-                tune_case(q, k, lse, groups, cells.to("cuda"), parameters, units)()
+                tune_case(q, k, lse, groups, cells.to("cuda"), parameters)()
             except Exception as error:  # the one that tunes says it again
                 print(parameters, type(error).__name__)
     torch.cuda.synchronize()
 
 
-def tune_case(q, k, lse, groups, cells, parameters: Launch, units: int | None, masses=None):
-    """A call of the mass kernel on all rows, or, given the units of a thread in a step, of the choice on the first of them."""
-    if units is None:
+def tune_case(q, k, lse, groups, cells, parameters: Launch | triton_heaviest.Launches, masses=None):
+    """A call of the mass kernel on all rows, or of the choice on the first of them."""
+    if isinstance(parameters, Launch):
         choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
         mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", q.shape[3] ** -0.5, parameters)
         parts = list(triton_heaviest.pieces(choice, parameters.queries // GROUP_SIZE, mass.key_bytes))
@@ -245,7 +250,6 @@ def tune_case(q, k, lse, groups, cells, parameters: Launch, units: int | None, m
         masses = torch.zeros(len(rows), triton_heaviest.row_width(k.shape[2]), device="cuda")
 
     def choose():
-        triton_heaviest.PER_THREAD = units
         choice.choose(rows, masses)
         return choice.selection.bits.flatten(0, 2)[: len(rows)]
 
@@ -266,10 +270,10 @@ def tune() -> list[dict]:
             compiler.wait()
         dense_ms = harness.interleaved({dense_name: dense}, rounds=5)[dense_name].ms
         print(f"H{heads} S{length} D{head_dim} {dense_name} dense: {dense_ms:.2f} ms", flush=True)
-        for parameters, _ in mass_settings(head_dim):
+        for parameters in mass_settings():
             row = {"kernel": "mass", "D": head_dim, **parameters._asdict()}
             try:
-                case = tune_case(q, k, lse, groups, cells, parameters, None)
+                case = tune_case(q, k, lse, groups, cells, parameters)
                 piece, memory = case()
             except Exception as error:  # too much shared memory, say: a line of the table
                 print(row, type(error).__name__, str(error).splitlines()[0][:100] if str(error) else "")
@@ -284,16 +288,15 @@ def tune() -> list[dict]:
             mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", head_dim**-0.5)
             piece, memory = next(triton_heaviest.pieces(choice, mass.launch.queries // GROUP_SIZE, mass.key_bytes))
             mass.compute(piece, memory)
-            expected, default = None, triton_heaviest.PER_THREAD
-            for parameters, units in choice_settings():
-                case = tune_case(q, k, lse, groups, cells, parameters, units, memory)
+            expected = None
+            for launches in choice_settings():
+                case = tune_case(q, k, lse, groups, cells, launches, memory)
                 bits = case()
                 expected = bits if expected is None else expected
                 right = torch.equal(bits, expected)
                 ms = harness.interleaved({"": case}, rounds=5, warmup=1)[""].ms * 40 * groups.count / len(bits)
-                out.append({"kernel": "choice", "sample": parameters.tile, "warps": parameters.warps, "units": units,
-                            "stages": parameters.stages, "right": right, "ms": ms, "of": "40 heads"})  # fmt: skip
-            triton_heaviest.PER_THREAD = default
+                shapes = {name: f"{one.tile}/{one.warps}" for name, one in launches._asdict().items()}
+                out.append({"kernel": "choice", **shapes, "right": right, "ms": ms, "of": "40 heads"})
         del q, k, v
     for row in sorted(out, key=lambda r: (r["kernel"], r.get("D", 0), r["ms"])):
         print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+HEAD_START = 10_000_000  # clocks
 PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-4", "flash-attn", "comfy-kitchen", "flash-kmeans", "flash-colreduce")
 
 
@@ -27,7 +28,10 @@ class Time(NamedTuple):
 
 
 def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 7, warmup: int = 2) -> dict[str, Time]:
-    """Times by CUDA events, one run of every case per round, so that clocks and heat are shared."""
+    """Times by CUDA events, one run of every case per round, so that clocks and heat are shared.
+
+    Each round begins with a GPU that is kept busy for some milliseconds: else the first case alone would pay for the host's launching.
+    """
     for _ in range(warmup):
         for case in cases.values():
             case()
@@ -35,6 +39,7 @@ def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 7, warmup:
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         spans = []
+        torch.cuda._sleep(HEAD_START)
         for name, case in cases.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()

@@ -33,6 +33,15 @@ _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
     | {(128, "hopper"): Launch(64, 8, 3, 128), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
     | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
     | {(256, "narrow"): Launch(16, 8, 2, queries=64)},
+    # One byte for the queries' and keys' products.
+    "sparse_low": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
+    | {(128, "hopper"): Launch(64, 4, 3), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
+    | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
+    | {(256, "narrow"): Launch(32, 8, 2, queries=64)},
+    "sparse_low_online": {(64, "hopper"): Launch(64, 8, 3), (64, "wide"): Launch(64, 8, 3), (64, "narrow"): Launch(64, 8, 3)}
+    | {(128, "hopper"): Launch(64, 8, 3), (128, "wide"): Launch(64, 8, 3), (128, "narrow"): Launch(64, 8, 3)}
+    | {(256, "hopper"): Launch(64, 8, 2, queries=64), (256, "wide"): Launch(32, 8, 2, queries=64)}
+    | {(256, "narrow"): Launch(32, 8, 2, queries=64)},
     # queries 256: two groups a program, and two programs to an SM. With 232 registers ptxas puts the exponentials beside the products;
     # without a limit it does not.
     "mass": {(64, "hopper"): Launch(64, 4, 3, 232, 256), (64, "wide"): Launch(64, 4, 3), (64, "narrow"): Launch(64, 4, 3)}
@@ -40,8 +49,10 @@ _TABLE: dict[str, dict[tuple[int, str], Launch]] = {
     | {(256, "hopper"): Launch(64, 4, 3), (256, "wide"): Launch(64, 8, 3), (256, "narrow"): Launch(32, 8, 2)},
     "lagged": {(64, "hopper"): Launch(64, 4, 3), (64, "wide"): Launch(64, 4, 3), (64, "narrow"): Launch(64, 8, 3)}
     | {(128, "hopper"): Launch(64, 8, 3), (128, "wide"): Launch(32, 8, 3), (128, "narrow"): Launch(32, 8, 2)},
-    # tile: units in the sample. Without the limit ptxas settles for 128 registers, and spills.
-    "heaviest": {(64, c): Launch(4096, 4, 1, 168) for c in _CARDS},
+    # Choice of the heaviest; tile: units in the sample, of a program, of a step.
+    "bracket": {(64, c): Launch(4096, 8, 1) for c in _CARDS},
+    "divide": {(64, c): Launch(2048, 4, 1) for c in _CARDS},
+    "heaviest": {(64, c): Launch(1024, 8, 1) for c in _CARDS},
     "pddp_moments": {(d, c): Launch(64, 4 if d == 64 else 8, 3) for d in (64, 128) for c in _CARDS},
     "pddp_direction": {(d, c): Launch(1, 4 if d == 64 else 8, 1, 168) for d in (64, 128) for c in _CARDS},
     "pddp_project": {(d, c): Launch(128, 4, 1) for d in (64, 128) for c in _CARDS},

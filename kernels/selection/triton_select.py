@@ -1,4 +1,4 @@
-"""Exact selection in two kernels: the mass of every key for every group, then the heaviest of each group (triton_heaviest.py)."""
+"""Exact selection in two steps: the mass of every key for every group, then the heaviest of each group (triton_heaviest.py)."""
 from __future__ import annotations
 
 import math

@@ -75,23 +75,40 @@ def test_masses_on_hopper_otherwise():
     assert mass(90, 256).stack == 0
 
 
+def choice(target, name, per_bit, kept, times=1):
+    """Compiled as it runs on the card; times 2: for long rows."""
+    kernel = getattr(triton_heaviest, f"{name}_kernel")
+    launches = triton_heaviest.Launches(*(launch(n, 64, CAPABILITY[target]) for n in triton_heaviest.Launches._fields))
+    room = times * triton_heaviest.ROOM * launches.bracket.tile
+    chosen = getattr(launches, name)
+    chosen = chosen._replace(tile=times * chosen.tile, warps=times * chosen.warps)
+    constants = {"PER_BIT": per_bit, "KEPT": kept, "SAMPLE": chosen.tile, "ROOM": room, "BLOCK": chosen.tile}
+    if not kept:
+        constants["always"] = None
+    constants = {n: value for n, value in constants.items() if n in kernel.arg_names}
+    pointers = dict(masses="fp32", always="i8", order="i64", found="i32", candidates="i64", sums="fp32")
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"width": "i32:16"}
+    types |= {n: f"*{kind}:16" for n, kind in (pointers | dict(bits="i32", counts="i32", retained="fp32")).items()}
+    return compile_as(chosen, target, kernel, {n: types[n] for n in kernel.arg_names if n not in constants}, constants)
+
+
 @pytest.mark.parametrize("per_bit, kept", [(1, False), (32, True)])
 @pytest.mark.parametrize("target", triton_compile.TARGETS)
-def test_heaviest(target, per_bit, kept):
-    """Also with the sample doubled, as for long rows."""
-    chosen = launch("heaviest", 64, CAPABILITY[target])
-    pointers = dict(masses="fp32", candidates="i32", always="i8", order="i64", bits="i32", counts="i32", retained="fp32")
-    numbers = ("first_row", "units", "keys", "budget", "kept_units", "step", "rank_low", "rank_high")
-    for times in (1, 2):
-        used = chosen._replace(tile=times * chosen.tile, warps=times * chosen.warps)
-        constants = {"PER_BIT": per_bit, "KEPT": kept, "SAMPLE": used.tile, "ROOM": triton_heaviest.ROOM * used.tile}
-        constants |= {"BLOCK": 32 * used.warps * triton_heaviest.PER_THREAD, "STAGES": used.stages}
-        if not kept:
-            constants["always"] = None
-        types = {name: f"*{kind}:16" for name, kind in pointers.items() if name not in constants}
-        types |= dict.fromkeys(numbers, "i32") | {"width": "i32:16"}
-        report = compile_as(used, target, triton_heaviest.heaviest_kernel, types, constants)
-        assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target]
+def test_choice(target, per_bit, kept):
+    """No spills; also with the sample doubled, as for long rows."""
+    for name, times in (("bracket", 1), ("bracket", 2), ("divide", 1), ("heaviest", 1), ("heaviest", 2)):
+        report = choice(target, name, per_bit, kept, times)
+        assert report.stack == 0 and report.shared <= triton_compile.SHARED_LIMIT[target], name
+
+
+@pytest.mark.parametrize("target", triton_compile.TARGETS)
+def test_masses_are_divided_where_they_were_loaded(target):
+    """16 bytes a load, and a candidate is stored by the thread that has it: shared memory is for what is counted."""
+    chosen = launch("divide", 64, CAPABILITY[target])
+    report = choice(target, "divide", 1, False)
+    each = chosen.tile // (32 * chosen.warps)
+    assert report.count(r"LDG\S*\.128") == each // 4 and report.count(r"STG\S*\.64") == each
+    assert report.shared <= chosen.tile // 8
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

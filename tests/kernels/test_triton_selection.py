@@ -29,9 +29,10 @@ LENGTHS = [(1, 1), (31, 129), (129, 31), (300, 300), (129, 500)]
 
 @pytest.fixture
 def small_sample(monkeypatch):
-    """A sample of 128 units, so that rows of some hundred need all the steps a long row does."""
-    entry = dict.fromkeys(launch_table._TABLE["heaviest"], launch_table.Launch(SMALL_SAMPLE, 4, 1))
-    monkeypatch.setitem(launch_table._TABLE, "heaviest", entry)
+    """A sample of 128 units and chunks as short, so that rows of some hundred need all the steps a long row does."""
+    for kernel in triton_heaviest.Launches._fields:
+        entry = dict.fromkeys(launch_table._TABLE[kernel], launch_table.Launch(SMALL_SAMPLE, 4, 1))
+        monkeypatch.setitem(launch_table._TABLE, kernel, entry)
 
 
 def inputs(q_length=300, k_length=300, head_dim=16, batch=1, heads=2, kind="random", dtype=torch.bfloat16, **layout):
@@ -136,9 +137,9 @@ def test_equal_masses_go_to_the_lower_token(small_sample, definition):
     assert unpack_bits(cellwise.bits, 22)[0, 0, 0].nonzero().flatten().tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("repeats", [2, 50])
+@pytest.mark.parametrize("repeats", [2, 50, 600])
 def test_ties_at_the_threshold(repeats, small_sample):
-    """Masses that are the same small integers in both: equality to the bit, the tie at the threshold included.
+    """Masses that are the same small integers in both (or all 0): equality to the bit, the tie at the threshold included.
 
     This goes by the row directly. Keys that are equal need not get equal masses from a matrix product (a BLAS may add
     up the rows of an edge block in another order), so from q and k ties are exact only where the sums are.
@@ -163,6 +164,53 @@ def test_ties_at_the_threshold(repeats, small_sample):
             assert {order[p] for p in chosen[row].nonzero().flatten().tolist()} == expected
 
 
+def chosen_of_rows(masses, density):
+    """A Choice of float32 masses (rows, keys) on the CPU, in token order, that has been made."""
+    rows, keys = masses.shape
+    memory = torch.full((rows, triton_heaviest.row_width(keys)), math.nan)
+    memory[:, :keys] = masses
+    q, k = torch.zeros(1, 1, 128 * rows, 16, device=DEVICE), torch.zeros(1, 1, keys, 16, device=DEVICE)
+    choice = triton_heaviest.Choice.of(q, k, group_queries(q.cpu()), density, cell_order(None, after=keys).to(DEVICE), "token", ())
+    choice.choose(range(rows), memory.to(DEVICE))
+    return choice
+
+
+@pytest.mark.parametrize("density", [0.02, 0.3, 0.8])
+def test_rows_of_many_chunks(density, small_sample):
+    """40 chunks, and more than 20 times the sample, which is doubled for that."""
+    masses = (2 * torch.randn(2, 5000, generator=torch.Generator().manual_seed(0))).exp()
+    choice = chosen_of_rows(masses, density)
+    assert choice.launches.bracket.tile == 2 * SMALL_SAMPLE
+    heaviest = masses.topk(key_budget(density, 5000))
+    chosen = unpack_bits(choice.selection.bits, 5000).view(2, 5000).cpu()
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, heaviest.indices, True))
+    share = heaviest.values.double().sum(1) / masses.double().sum(1)
+    torch.testing.assert_close(choice.selection.retained.flatten().cpu().double(), share, rtol=1e-6, atol=0)
+
+
+def test_the_order_of_candidates_does_not_matter(small_sample, monkeypatch):
+    """Which chunk adds its candidates first differs from run to run."""
+    masses = (2 * torch.randn(2, 2000, generator=torch.Generator().manual_seed(0))).exp()
+    before = chosen_of_rows(masses, 0.2).selection
+    kernel, exchanged = triton_heaviest.heaviest_kernel, []
+
+    class Reversed:
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                found, candidates = arguments[3:5]
+                for row, count in enumerate(found[:, 3].tolist()):
+                    candidates[row, :count] = candidates[row, :count].flip(0)
+                    exchanged.append(count)
+                kernel[grid](*arguments, **options)
+
+            return run
+
+    monkeypatch.setattr(triton_heaviest, "heaviest_kernel", Reversed())
+    after = chosen_of_rows(masses, 0.2).selection
+    assert min(exchanged) > 100
+    assert torch.equal(before.bits, after.bits) and torch.equal(before.retained, after.retained)
+
+
 def test_a_bracket_that_misses(small_sample):
     """Masses that only the units outside the sample have: the bracket is wrong and the row is searched whole."""
     step = 5
@@ -172,11 +220,7 @@ def test_a_bracket_that_misses(small_sample):
     for inside in (0.0, 1000.0):
         masses = torch.rand(1, keys, generator=torch.Generator().manual_seed(0)) + 1
         masses[:, sampled] += inside - (inside == 0) * masses[:, sampled]
-        cells = cell_order(None, after=keys).to(DEVICE)
-        x = torch.zeros(1, 1, 128, 16, device=DEVICE)
-        choice = triton_heaviest.Choice.of(x, x.expand(1, 1, 128, 16).repeat(1, 1, 5, 1), group_queries(x.cpu()), 0.3, cells, "token", ())
-        choice.choose(range(1), masses.to(DEVICE))
-        chosen = unpack_bits(choice.selection.bits, keys).view(keys).cpu()
+        chosen = unpack_bits(chosen_of_rows(masses, 0.3).selection.bits, keys).view(keys).cpu()
         assert chosen.nonzero().flatten().tolist() == masses[0].topk(256).indices.sort().values.tolist()
 
 
