@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from . import __version__
@@ -19,6 +20,7 @@ OPTIONAL = {  # distribution -> what it is for
     "imageio": "the demo's GIF",
 }
 HEAD_DIMS = (64, 128)
+LOW_PRECISIONS = ("int8", "fp8")
 
 
 def main() -> int:
@@ -53,6 +55,9 @@ def main() -> int:
             if head_dim == HEAD_DIMS[-1]:
                 for op in registry.operations():
                     print(_choice(op, registry.reasons(op, geometry)))
+                for precision in LOW_PRECISIONS:
+                    asked = replace(geometry, precision=precision)
+                    print(_choice(f"{registry.SPARSE} in {precision}", registry.reasons(registry.SPARSE, asked)))
     print(f"\nTriton: {_triton()}")
     print("\nOptional packages:")
     for name, purpose in OPTIONAL.items():

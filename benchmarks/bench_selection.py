@@ -20,12 +20,12 @@ from itertools import product
 import harness
 import torch
 
-from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, select_keys, unpack_bits
+from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, registry, select_keys, unpack_bits
 from mc_sparse.kernels.launch import Launch, launch
 from mc_sparse.kernels.registry import BackendUnavailable
 from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.selection.bits import popcount
-from mc_sparse.kernels.shapes import GROUP_SIZE
+from mc_sparse.kernels.shapes import GROUP_SIZE, Geometry
 from mc_sparse.kernels.testing import make_qkv
 
 SIZES = ((40, 75600, 128), (40, 32760, 128), (16, 32768, 64))
@@ -130,11 +130,13 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
     about = {"kind": kind, "groups": method, "H": heads, "S": length, "D": head_dim}
     cases, rows = {}, []
 
-    for density, granularity in product(DENSITIES, ("token", "cell32")):
-        def case(density=density, granularity=granularity):
-            return select_keys(q, k, lse, groups, density=density, cells=cells, granularity=granularity, backend="triton")
+    reasons = registry.reasons("select_keys", Geometry.of(q, k))
+    backends = [name for name in ("hopper", "triton") if reasons.get(name, "no such backend") is None]
+    for density, granularity, backend in product(DENSITIES, ("token", "cell32"), backends):
+        def case(density=density, granularity=granularity, backend=backend):
+            return select_keys(q, k, lse, groups, density=density, cells=cells, granularity=granularity, backend=backend)
 
-        row = {"backend": "triton", "mode": "exact", **about, "density": density, "granularity": granularity}
+        row = {"backend": backend, "mode": "exact", **about, "density": density, "granularity": granularity}
         selection = case()
         if granularity == "token":
             row["agreement"], row["worst_exchange"] = agreement(selection, q, k, lse, groups)
@@ -143,7 +145,7 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
         row["retained"] = float(selection.retained.mean())
         del selection
         row["peak_bytes"] = harness.peak_extra(case)
-        name = f"{granularity} {density}"
+        name = f"{backend} {granularity} {density}"
         cases[name] = case
         rows.append((name, row))
 
@@ -155,7 +157,7 @@ def measure(heads: int, length: int, head_dim: int, kind: str, quick: bool) -> l
 
         row = {"backend": "triton", "mode": "lagged", **about, "density": DENSITY, "granularity": "token", "older_noise": OLDER_NOISE}
         out, lagged_lse, selection = lagged()
-        row["recall"] = recall(selection, cases[f"token {DENSITY}"]())
+        row["recall"] = recall(selection, cases[f"triton token {DENSITY}"]())
         row["output_error"] = harness.relative_error(out[:, :2], dense_attention(q[:, :2], k[:, :2], v[:, :2])[0])
         row["lse_error"] = float((lagged_lse - lse).abs().max())
         assert row["output_error"] < 0.01 and row["lse_error"] < 0.01, row

@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_START = 10_000_000  # clocks
-PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-4", "flash-attn", "comfy-kitchen", "flash-kmeans", "flash-colreduce")
+PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-4", "flash-attn", "comfy-kitchen", "sageattention", "flash-kmeans", "flash-colreduce")
 
 
 class Time(NamedTuple):

@@ -24,6 +24,7 @@ from ..kernels import registry
 from ..kernels.shapes import Geometry
 from ..mcsparse_core.diffusers_host import self_attention, sparsify
 from ..mcsparse_core.plan import SparsePlan
+from ..mcsparse_core.precision import PRECISIONS
 from ..mcsparse_core.run import SparseRun
 from ..mcsparse_core.schedule import flow_progress
 from . import codec, model, prompts
@@ -45,19 +46,21 @@ class Method:
     plan: SparsePlan | None = None
 
 
-def methods(backend: str) -> list[Method]:
-    """dense, the paper's method, ours and vanilla block-sparse, all with the same warm-up."""
+def methods(backend: str, precision: str = "auto") -> list[Method]:
+    """dense, the paper's method, ours and vanilla block-sparse, all with the same warm-up. precision: of ours."""
 
-    def plan(preset: str, density: float) -> SparsePlan:
-        return SparsePlan(preset=preset, density=density, min_tokens=1024, backend=backend)
+    def plan(preset: str, density: float, precision: str = "bf16") -> SparsePlan:
+        return SparsePlan(preset=preset, density=density, min_tokens=1024, backend=backend, precision=precision)
+
+    suffix = "" if precision == "auto" else f" {precision}"
 
     return [
         Method("dense", "dense", 1.0),
         Method("vanilla block-sparse 25 %", "vanilla-bsa", 0.25),
         Method("paper 25 %", "mc-sparse-paper", 0.25, plan("paper", 0.25)),
         Method("paper 15 %", "mc-sparse-paper", 0.15, plan("paper", 0.15)),
-        Method("ours 15 %", "mc-sparse", 0.15, plan("auto", 0.15)),
-        Method("ours 10 %", "mc-sparse", 0.10, plan("auto", 0.10)),
+        Method(f"ours 15 %{suffix}", "mc-sparse", 0.15, plan("auto", 0.15, precision)),
+        Method(f"ours 10 %{suffix}", "mc-sparse", 0.10, plan("auto", 0.10, precision)),
     ]
 
 
@@ -106,11 +109,12 @@ class Lane:
 
 @torch.inference_mode()
 def compare(
-    prompt: str, steps: int, seed: int, grid=model.GRID, device: torch.device | None = None, tick=lambda text: None
+    prompt: str, steps: int, seed: int, grid=model.GRID, device: torch.device | None = None, tick=lambda text: None,
+    precision: str = "auto",
 ) -> tuple[list[Lane], dict]:  # fmt: skip
     """Denoises one clip with every method, step by step in turn. Returns the lanes and facts about the machine.
 
-    grid: latent frames, height and width. tick(text) is called after each model evaluation.
+    grid: latent frames, height and width. tick(text) is called after each model evaluation. precision: of ours, as in SparsePlan.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -124,7 +128,7 @@ def compare(
     text = prompts.embedding(prompt).to(device, dtype)
     lanes = []
     with ExitStack() as stack:
-        for method in methods(backend):
+        for method in methods(backend, precision):
             lane = Lane(method, copy.deepcopy(transformer), noise.clone())
             if method.plan:
                 lane.run = stack.enter_context(sparsify(lane.transformer, method.plan, sigmas, progress))
@@ -182,6 +186,7 @@ def results(lanes: list[Lane]) -> tuple[list[dict], list[Tensor]]:
             "method": lane.method.method,
             "density": lane.method.density,
             "realised_density": 1.0 if is_dense else source["realised_density"],
+            "precisions": source.get("precisions", {}),
             "psnr_db": None if is_dense else psnr(clip, clips[0]),
             "ssim": None if is_dense else ssim(clip, clips[0]),
             "retained_mass": 1.0 if is_dense else source["retained_mass"],
@@ -206,10 +211,10 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick=lambda text: None) -> dict:
+def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick=lambda text: None, precision: str = "auto") -> dict:
     """Runs every method and writes metrics.json, comparison.gif and .png and index.html into `out`. Returns what metrics.json holds."""
     out.mkdir(parents=True, exist_ok=True)
-    lanes, machine = compare(prompt, steps, seed, grid, tick=tick)
+    lanes, machine = compare(prompt, steps, seed, grid, tick=tick, precision=precision)
     rows, clips = results(lanes)
     metrics = {
         "version": __version__,
@@ -222,6 +227,7 @@ def produce(prompt: str, steps: int, seed: int, out: Path, grid=model.GRID, tick
         "latent": list(grid),
         "tokens": math.prod(model.token_grid(grid)),
         **machine,
+        "precision": precision,
         "runs": rows,
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -240,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default=names[2], choices=names, metavar="NAME", help="one of: " + "; ".join(repr(n) for n in names))
     parser.add_argument("--steps", type=int, default=30, help="Euler steps (default 30)")
     parser.add_argument("--seed", type=int, default=2, help="of the noise (default 2)")
+    parser.add_argument("--precision", default="auto", choices=PRECISIONS, help="of ours: " + ", ".join(PRECISIONS) + " (default auto)")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the results (default demo/out)")
     args = parser.parse_args(argv)
     if args.steps < 10:
@@ -255,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
             if bar.update() and bar.n == bar.total:
                 bar.set_description("writing the results")
 
-        metrics = produce(args.prompt, args.steps, args.seed, args.out, tick=tick)
+        metrics = produce(args.prompt, args.steps, args.seed, args.out, tick=tick, precision=args.precision)
     print(f"\n{metrics['tokens']} tokens, {args.steps} Euler steps, {metrics['device']}, torch {metrics['torch']}, {metrics['dtype']}")
     print(table(metrics["runs"]))
     print("\nPSNR and SSIM of the clip against dense; keys: share selected, rounded up to 128; mass: attention it holds at anchors;\n"

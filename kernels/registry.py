@@ -2,6 +2,7 @@
 
 A backend is a module with NAME, `why_not(geometry) -> str | None` (None: it can) and the operation's function. Modules are
 imported when they are first considered; a third-party package that is missing or broken is a reason, not an error.
+A module of the sparse attention that multiplies in more than half precision names them in PRECISIONS.
 
 The first result of a backend for a class of geometries is checked (selfcheck.py). A backend that is wrong, or that fails, is
 demoted for that operation and class as long as the process lives: a warning says so once, and `auto` goes on with the next.
@@ -9,6 +10,7 @@ demoted for that operation and class as long as the process lives: a warning say
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from threading import Lock
@@ -18,10 +20,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .dtypes import exact
+from .quantise import PRECISIONS
 from .shapes import Geometry
 
 AUTO = "auto"
 REFERENCE = "reference"
+SPARSE = "token_sparse_attention"
 _log = logging.getLogger(__name__)
 
 
@@ -69,8 +73,12 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         Candidate("torch", ".attention.torch_dense"),
         Candidate(REFERENCE, ".attention.reference"),
     ),
-    "select_keys": (Candidate("triton", ".selection.triton_select"), Candidate(REFERENCE, ".selection.reference")),
-    "token_sparse_attention": (
+    "select_keys": (
+        Candidate("hopper", ".selection.cute_sm90"),
+        Candidate("triton", ".selection.triton_select"),
+        Candidate(REFERENCE, ".selection.reference"),
+    ),
+    SPARSE: (
         Candidate("hopper", ".attention.cute_sm90"),
         Candidate("triton", ".attention.triton_sparse"),
         Candidate(REFERENCE, ".attention.reference"),
@@ -118,7 +126,8 @@ def call(op: str, geometry: Geometry, request: str, *args):
     """The result of `op` on args from the backend that `pick` names; from the next one where `auto` meets one that is wrong or fails.
 
     A named backend that is wrong or fails raises BackendUnavailable. Running out of memory is no fault of the backend and is raised
-    as it is; a CUDA error after which nothing can run on the device is raised with the backend's name.
+    as torch.cuda.OutOfMemoryError, whatever the backend raised; a CUDA error after which nothing can run on the device is raised with the
+    backend's name.
     """
     while True:
         backend = pick(op, geometry, request)
@@ -127,8 +136,10 @@ def call(op: str, geometry: Geometry, request: str, *args):
         try:
             return _checked(backend, op, geometry, args)
         except Exception as error:
-            if _is_out_of_memory(error):
+            if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
                 raise
+            if _is_out_of_memory(error):  # hosts know it by its class
+                raise torch.cuda.OutOfMemoryError(_first_line(error)) from error
             if _is_final(error):
                 raise RuntimeError(
                     f"{op}: the GPU stopped while backend {backend.NAME} ran on {_words(geometry)} ({_first_line(error)}). "
@@ -165,6 +176,16 @@ def why_none(geometry: Geometry) -> str | None:
     return None
 
 
+def precisions(geometry: Geometry) -> dict[str, str | None]:
+    """For each of PRECISIONS: None when `auto` has a backend of the sparse attention for it here, else every backend's reason."""
+    found = {}
+    for precision in PRECISIONS:
+        asked = replace(geometry, precision=precision)
+        can = any(reason is None for reason in reasons(SPARSE, asked).values())
+        found[precision] = None if can else _reasons(SPARSE, asked, by_name=False)
+    return found
+
+
 def demotions() -> tuple[Demotion, ...]:
     """What was demoted since the process began, oldest first."""
     with _lock:
@@ -174,7 +195,7 @@ def demotions() -> tuple[Demotion, ...]:
 def _class(op: str, name: str, geometry: Geometry) -> tuple:
     """Geometries that a backend computes alike: all but rows and heads, lengths within a factor of two."""
     g = geometry
-    return op, name, g.dtype, g.head_dim, g.device_type, g.capability, g.q_len.bit_length(), g.k_len.bit_length()
+    return op, name, g.dtype, g.head_dim, g.device_type, g.capability, g.precision, g.q_len.bit_length(), g.k_len.bit_length()
 
 
 def _run(backend: ModuleType, op: str, args: tuple):
@@ -241,7 +262,11 @@ def _why_not(op: str, candidate: Candidate, geometry: Geometry, by_name: bool) -
     if demotion is not None:
         return f"was demoted: {demotion.why}"
     module, reason = load(candidate.module)
-    return reason if module is None else module.why_not(geometry)
+    if module is None:
+        return reason
+    if op == SPARSE and geometry.precision not in getattr(module, "PRECISIONS", ("half",)):
+        return f"does not compute in {geometry.precision}"
+    return module.why_not(geometry)
 
 
 def _unavailable(op: str, geometry: Geometry, request: str) -> str:
@@ -257,7 +282,8 @@ def _reasons(op: str, geometry: Geometry, by_name: bool) -> str:
 
 def _words(g: Geometry) -> str:
     capability = "" if g.capability is None else " sm_{}{}".format(*g.capability)
-    return f"{g.q_len} queries x {g.k_len} keys, head dim {g.head_dim}, {str(g.dtype).removeprefix('torch.')}, {g.device_type}{capability}"
+    dtype, precision = str(g.dtype).removeprefix("torch."), "" if g.precision == "half" else f", products in {g.precision}"
+    return f"{g.q_len} queries x {g.k_len} keys, head dim {g.head_dim}, {dtype}, {g.device_type}{capability}{precision}"
 
 
 @cache

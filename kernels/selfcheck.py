@@ -2,7 +2,8 @@
 
 The rows are the first, the last and some between, of the first, the middle and the last head. What rounding may do is judged by
 the numbers themselves: an output row may be off by a few roundings of its largest contributions, so that peaked attention and
-outliers are no reason to fail, while another scale, a missing tile of keys or a missing residual is far outside.
+outliers are no reason to fail, while another scale, a missing tile of keys or a missing residual is far outside. A low precision is
+compared with what its numbers give exactly (quantise.py), so that its own error is no excuse for another.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .pooling.reference import pool_cells
+from .quantise import LARGEST, key_mean, rounded
 from .registry import Mismatch
 from .selection.bits import selected_keys, unpack_bits, unselected_in_cells
 from .selection.reference import _sums, _units_kept, _units_to_choose
@@ -44,7 +46,7 @@ _INPUTS = "the inputs hold NaN or infinities"
 def variant(op: str, args: tuple) -> tuple:
     """What of the arguments, beside the geometry, makes kernels take another path."""
     if op == "token_sparse_attention":
-        selection, tail, residual, _, with_lse, dense = args[4:]
+        selection, tail, residual, _, with_lse, dense, *_ = args[4:]  # the precision is of the geometry
         size = tail.size if isinstance(tail, PooledTail) else tail
         return selection.granularity, size, residual and residual.format, with_lse, dense is not None
     if op == "select_keys":
@@ -88,7 +90,8 @@ def _dense_attention(result, args: tuple, read: Read) -> Iterator[Finding]:
 
 
 def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding]:
-    q, k, v, groups, selection, tail, residual, scale, with_lse, dense = args
+    q, k, v, groups, selection, tail, residual, scale, with_lse, dense, *named = args
+    precision = named[0] if named else "half"
     out, lse = result
     _expect("the output", out, q.shape if dense is None else (*q.shape[:2], groups.count * GROUP_SIZE, q.shape[3]), q.dtype)
     if with_lse:
@@ -102,16 +105,18 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
         chosen = selected_keys(own, 0, 0)[0][selection.cells.place]  # (S,) in token order
         yield _finite(queries, k[b, h], v[b, h])
         bias = torch.zeros(chosen.shape, dtype=torch.float32, device=q.device).masked_fill_(~chosen, -math.inf)
-        parts = [(read(k[b, h]), read(v[b, h]), bias)]
+        mean = key_mean(read(k[b, h])) if precision != "half" else None
+        parts = [(_keys(read(k[b, h]), mean, precision), read(v[b, h]), bias)]
         if tail is not None:
             if isinstance(tail, PooledTail):
-                pooled = PooledTail(tail.k[b, h], tail.v[b, h], tail.size)
+                size, keys, values = tail.size, read(tail.k[b, h]), read(tail.v[b, h])
             else:
-                own_head = pool_cells(k[b, h][None, None], v[b, h][None, None], selection.cells, tail)
-                pooled = PooledTail(own_head.k[0, 0], own_head.v[0, 0], tail)
-            keys, values = pooled.k, pooled.v
+                exact = k[b, h] if precision == "half" else read(k[b, h])
+                own_head = pool_cells(exact[None, None], v[b, h][None, None], selection.cells, tail)
+                size, values = tail, read(own_head.v[0, 0])
+                keys = read(own_head.k[0, 0]) if precision == "half" else own_head.k[0, 0]
             yield _finite(keys, values)
-            parts.append((read(keys), read(values), unselected_in_cells(own, 0, 0, pooled.size)[0].float().log()))
+            parts.append((_keys(keys, mean, precision), values, unselected_in_cells(own, 0, 0, size)[0].float().log()))
         added = None if residual is None else residual.expand(b, h)[slots]
         if added is not None:
             yield _finite(added)
@@ -119,15 +124,37 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
         if dense is not None:
             added = -dense[b, h, rows].float()  # the difference is the output less dense, with the other sign
             yield _finite(added)
-        yield from _rows_agree(rows_out, lse[b, h, rows] if with_lse else None, read(queries), parts, added, scale)
+        rows_lse = lse[b, h, rows] if with_lse else None
+        if with_lse and mean is not None:
+            rows_lse = rows_lse - read(queries) @ mean * scale
+        codes = _code_step(read(queries), [keys for keys, _, _ in parts], precision) * abs(scale)
+        yield from _rows_agree(rows_out, rows_lse, rounded(read(queries), precision), parts, added, scale, codes)
+
+
+def _keys(keys: Tensor, mean: Tensor | None, precision: str) -> Tensor:
+    """Keys (n, D) float32 as `precision` multiplies them; mean (D,) of the head's keys, None in half."""
+    return keys if mean is None else rounded(keys - mean, precision)
+
+
+def _code_step(queries: Tensor, keys: list[Tensor], precision: str) -> Tensor:
+    """What the product of a query (n, D) and a key changes by when one number of the key is rounded to the next code, at most, (n,).
+
+    The mean that keys are smoothed by depends on the order of its sum, and so do codes of numbers half way between two.
+    """
+    if precision == "half":
+        return queries.new_zeros(len(queries))
+    step = {"int8": 1, "fp8": 8}[precision] / LARGEST[precision]  # of the largest number; e4m3's for a quarter of it
+    return queries.abs().amax(1) * torch.stack([k.abs().amax() for k in keys]).amax() * step
 
 
 def _rows_agree(
-    out: Tensor, lse: Tensor | None, queries: Tensor, parts: list[tuple[Tensor, Tensor, Tensor | None]], added: Tensor | None, scale: float
-) -> Iterator[Finding]:
+    out: Tensor, lse: Tensor | None, queries: Tensor, parts: list[tuple[Tensor, Tensor, Tensor | None]], added: Tensor | None, scale: float,
+    slack: Tensor | float = 0.0,
+) -> Iterator[Finding]:  # fmt: skip
     """Rows of an output (n, D) and lse (n,) against softmax attention of queries (n, D) over the keys of all parts, plus `added` (n, D).
 
-    A part is keys and values (m, D) and what is added to the keys' logits, (m,) or None.
+    A part is keys and values (m, D) and what is added to the keys' logits, (m,) or None. slack (n,): by what a logit may be off beside
+    the rounding of float32.
     """
     logits = [queries @ keys.mT * scale + (0.0 if bias is None else bias) for keys, _, bias in parts]
     scores = torch.cat(logits, 1)
@@ -137,7 +164,7 @@ def _rows_agree(
     # Errors of the weights are independent: they add up as the root of the sum of squares.
     spread = sum(w.square() @ values.square() for w, (_, values, _) in zip(weights, parts, strict=True)).sqrt()
     longest = torch.stack([torch.linalg.vector_norm(keys, dim=1).amax() for keys, _, _ in parts]).amax()
-    drift = (LOGIT_STEP * abs(scale) * torch.linalg.vector_norm(queries, dim=1) * longest).clamp_max(1.0)  # (n,)
+    drift = (LOGIT_STEP * abs(scale) * torch.linalg.vector_norm(queries, dim=1) * longest + slack).clamp_max(1.0)  # (n,)
     allowed = (TOLERANCE[out.dtype] + drift) * (_rms(truth) + _rms(spread)) + torch.finfo(out.dtype).tiny
     if added is not None:
         truth = truth + added

@@ -25,7 +25,10 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a backend decides on. `capability` is the CUDA compute capability, None off CUDA."""
+    """What a backend decides on. `capability` is the CUDA compute capability, None off CUDA.
+
+    precision: what the sparse attention multiplies queries and keys in, one of quantise.PRECISIONS; other operations know half alone.
+    """
 
     batch: int
     heads: int
@@ -35,12 +38,13 @@ class Geometry:
     dtype: torch.dtype
     device_type: str
     capability: tuple[int, int] | None = None
+    precision: str = "half"
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> Geometry:
+    def of(cls, q: Tensor, k: Tensor, precision: str = "half") -> Geometry:
         """Geometry of q (B, H, Sq, D) against k (B, H, Sk, D)."""
         capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-        return cls(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device.type, capability)
+        return cls(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device.type, capability, precision)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ WINDOW_IDLE_EVALUATIONS = 3  # a context window that was not seen for so many ev
 
 @dataclass(frozen=True, eq=False)
 class AnchorState:
-    """One (site, branch) between anchors: taken at `step`, for calls of one shape (rows, H, S, D, dtype, device, token layout)."""
+    """One (site, branch) between anchors: taken at `step`, for calls of one shape (rows, H, S, D, dtype, device, token layout,
+    precision: the residual makes up for that precision's errors too)."""
 
     step: int
     shape: tuple

@@ -56,7 +56,8 @@ class AttentionCall:
     """One self-attention call: q, k, v (B, H, S, D) views that nobody may change.
 
     branches: the rows of each branch, together all B rows. dense: the host's own attention for a range of rows, (rows, H, S, D).
-    exact_dense: True if `dense` is plain softmax attention, so our own exact kernels may stand in for it.
+    exact_dense: True if `dense` is plain softmax attention, so our own exact kernels may stand in for it. low_precision: False where the
+    host rules quantised attention out.
     """
 
     q: Tensor
@@ -68,3 +69,4 @@ class AttentionCall:
     layout: TokenLayout
     dense: Callable[[slice], Tensor]
     exact_dense: bool
+    low_precision: bool = True

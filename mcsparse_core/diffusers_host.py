@@ -25,7 +25,7 @@ def sparsify(transformer, plan: SparsePlan, sigmas: Sequence[float], progress: S
     """
     if type(transformer).__name__ != "WanTransformer3DModel":
         raise TypeError(f"sparsify takes a diffusers WanTransformer3DModel, not {type(transformer).__name__}")
-    run = SparseRun(plan, sigmas, progress)
+    run = SparseRun(plan, sigmas, progress, family=type(transformer).__name__)
     patch, blocks = transformer.config.patch_size, len(transformer.blocks)
     layout = TokenLayout(None)
 

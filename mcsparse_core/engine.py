@@ -1,6 +1,8 @@
 """attend(): dense, anchor or reuse for one attention call; the only place where they meet."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from ..kernels.shapes import Geometry
 from .cache import AnchorState
 from .context import AttentionCall, BranchKey
 from .plan import SparsePlan
+from .precision import HALF, choose_precision, in_plan_words
 from .run import SparseRun
 from .schedule import Action, Decision, decide
 
@@ -57,25 +60,30 @@ def attend(run: SparseRun, call: AttentionCall, reason: str | None = None) -> Te
         for _ in call.branches or (None,):
             run.stats.count(run.step, call.site, Action.DENSE, reason)
         return None
-    decisions = [_decide(run, call, branch, rows) for branch, rows in call.branches]
+    geometry = Geometry.of(call.q, call.k)
+    precision, why_half = choose_precision(run.plan.precision, geometry, run.family, call.low_precision, run.plan.backend)
+    decisions = [_decide(run, call, branch, rows, precision) for branch, rows in call.branches]
     outputs = []
     if any(d.action is not Action.DENSE for d in decisions):
         try:
-            outputs = [_branch(run, call, branch, rows, d) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
+            outputs = [_branch(run, call, branch, rows, d, precision) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
         except BackendUnavailable as error:  # the last backend of some operation was demoted during this call
-            if run.plan.backend != registry.AUTO:
+            if run.plan.backend != registry.AUTO and precision == HALF:
                 raise
-            decisions = [Decision(Action.DENSE, registry.why_none(Geometry.of(call.q, call.k)) or str(error))] * len(decisions)
+            decisions = [Decision(Action.DENSE, registry.why_none(geometry) or str(error))] * len(decisions)
     for decision in decisions:
         run.stats.count(run.step, call.site, decision.action, decision.reason)
+        if decision.action is Action.REUSE:
+            backend = registry.pick(registry.SPARSE, replace(geometry, precision=precision), run.plan.backend).NAME
+            run.stats.reused(backend, in_plan_words(precision), why_half)
     if not outputs:
         return None
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Decision:
+def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, precision: str) -> Decision:
     state = run.cache.get(call.site, branch, run.evaluation)
-    if state is not None and state.shape != _shape(call, rows):
+    if state is not None and state.shape != _shape(call, rows, precision):
         run.cache.drop(call.site, branch)
         state = None
     layer_is_dense = call.site.is_layer(run.recipe.schedule.dense_layers)
@@ -85,21 +93,21 @@ def _decide(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
     return decision
 
 
-def _shape(call: AttentionCall, rows: slice) -> tuple:
-    return (*call.q[rows].shape, call.q.dtype, call.q.device, call.layout)
+def _shape(call: AttentionCall, rows: slice, precision: str) -> tuple:
+    return (*call.q[rows].shape, call.q.dtype, call.q.device, call.layout, precision)
 
 
-def _branch(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, decision: Decision) -> Tensor:
+def _branch(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, decision: Decision, precision: str) -> Tensor:
     kind = decision.action.value
     with run.stats.timed(kind, call.q.device):
         if decision.action is Action.DENSE:
             return call.dense(rows)
         if decision.action is Action.ANCHOR:
-            return _anchor(run, call, branch, rows)
-        return _reuse(run, call, branch, rows)
+            return _anchor(run, call, branch, rows, precision)
+        return _reuse(run, call, branch, rows, precision)
 
 
-def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Tensor:
+def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, precision: str) -> Tensor:
     q, k, v = call.q[rows], call.k[rows], call.v[rows]
     recipe, backend, due = run.recipe, run.plan.backend, run.timeline.due(run.step)
     cells = run.cells(call.layout, q.device)
@@ -114,21 +122,23 @@ def _anchor(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice)
     run.stats.anchored(selection.retained.mean(), selection.counts.float().mean() / len(cells))
     residual = None
     if recipe.residual != "off":
-        r = sparse_residual(q, k, v, groups, selection, output, tail=recipe.tail or None, scale=call.scale, backend=backend)
+        r = sparse_residual(
+            q, k, v, groups, selection, output, tail=recipe.tail or None, scale=call.scale, precision=precision, backend=backend
+        )
         residual = auto_residual(r, output, RESIDUAL_BOUND) if recipe.residual == "auto" else compress_residual(r, recipe.residual)
         run.stats.residuals[residual.format] += 1
-    if not run.cache.put(call.site, branch, AnchorState(run.step, _shape(call, rows), groups, selection, residual)):
+    if not run.cache.put(call.site, branch, AnchorState(run.step, _shape(call, rows, precision), groups, selection, residual)):
         run.unfit.add((call.site, branch, due))
         run.note("the cache reached its memory cap: some layers stayed dense (lower the density or the resolution, or use residual rank-8)")
     return output
 
 
-def _reuse(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice) -> Tensor:
+def _reuse(run: SparseRun, call: AttentionCall, branch: BranchKey, rows: slice, precision: str) -> Tensor:
     state = run.cache.get(call.site, branch, run.evaluation)
     q, k, v = call.q[rows], call.k[rows], call.v[rows]
     output = token_sparse_attention(
         q, k, v, state.groups, state.selection, tail=run.recipe.tail or None, residual=state.residual, scale=call.scale,
-        backend=run.plan.backend,
+        precision=precision, backend=run.plan.backend,
     )  # fmt: skip
     for start, stop in call.layout.exact:
         output[:, :, start:stop] = dense_attention(q[:, :, start:stop], k, v, scale=call.scale, backend=run.plan.backend)[0]

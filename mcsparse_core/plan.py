@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from ..kernels.registry import backend_names
 from ..kernels.residual.reference import rank_of
 from ..kernels.shapes import GRANULARITIES
+from .precision import PRECISIONS
 from .schedule import Schedule, ScheduleChange, Span, check_density, check_number
 
 TAILS = (0, 128, 64, 32)  # keys per pooled cell; 0 = none
@@ -50,7 +51,8 @@ class SparsePlan:
     """A preset and what the user changed about it; None = the preset's own. Raises ValueError on anything a run could not honour.
 
     schedule: changes of the preset's schedule, or a whole one. min_tokens: shorter sequences run dense (at least 1024). backend: "auto" or
-    a kernel backend's name, then strict.
+    a kernel backend's name, then strict. precision: of the sparse attention: "auto", "bf16" (the model's own), "int8" or "fp8"; a wish,
+    for where the host forbids it or no kernel has it, bf16 is taken and the report says so.
     """
 
     preset: str = "auto"
@@ -62,6 +64,7 @@ class SparsePlan:
     schedule: Schedule | ScheduleChange | None = None
     min_tokens: int = 4096
     backend: str = "auto"
+    precision: str = "auto"
     verbose: bool = False
 
     def __post_init__(self):
@@ -83,6 +86,7 @@ class SparsePlan:
         if self.min_tokens < MIN_TOKENS_FLOOR:
             raise ValueError(f"min_tokens is {self.min_tokens}; the least is {MIN_TOKENS_FLOOR} (shorter calls include cross-attention)")
         _one_of("backend", self.backend, backend_names())
+        _one_of("precision", self.precision, PRECISIONS)
         if self.preset == "custom" and self.density is None and not (self.schedule and self.schedule.density_curve):
             raise ValueError("preset 'custom' has no density of its own: set density (0.05 to 1.00) or give a density curve")
 

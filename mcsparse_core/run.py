@@ -23,7 +23,7 @@ class SparseRun:
     """One sampling run of one sampler.
 
     sigmas: the run's noise levels, the last one ends it; progress: of each of them (`schedule.progress_of`), same length.
-    budget_bytes: the most the cache may hold (None = no limit). decline: a reason to stay dense throughout.
+    budget_bytes: the most the cache may hold (None = no limit). decline: a reason to stay dense throughout. family: the model's class.
 
     The host calls `begin_evaluation` once per model evaluation and `begin_forward` once per forward pass inside it, asks `site` and
     `branches` for the keys of each eligible attention call, and calls `close` in a `finally`.
@@ -37,10 +37,12 @@ class SparseRun:
         *,
         budget_bytes: int | None = None,
         decline: str | None = None,
+        family: str = "",
     ):
         self.plan = plan
         self.sigmas = tuple(float(s) for s in sigmas)
         self.decline = decline or why_no_schedule(self.sigmas)
+        self.family = family
         levels = tuple(float(p) for p in progress)
         if not self.decline and len(levels) != len(self.sigmas):
             raise ValueError(f"progress has {len(levels)} values and sigmas {len(self.sigmas)}; give the progress of each sigma")
@@ -134,6 +136,7 @@ class SparseRun:
             "evaluations": self.evaluation + 1,
             "seconds": round(time.perf_counter() - self._began, 3),
             "backend": self.plan.backend,
+            "precision": self.plan.precision,
             "demotions": [d._asdict() for d in registry.demotions()],  # since the process began: they hold in this run too
             "cache_bytes": peak,
             **numbers,

@@ -22,6 +22,10 @@ class RunStats:
         self.passed: Counter[str] = Counter()  # calls that are no candidates (cross-attention, short text), by reason
         self.timeline: dict[tuple[int, SiteKey], tuple[str, str]] = {}  # (step, site) -> action, reason of its last call
         self.residuals: Counter[str] = Counter()  # formats that anchors kept
+        # Of reuse calls, which are the sparse ones: who computed them, in what precision, and why not in the one that was wanted.
+        self.backends: Counter[str] = Counter()
+        self.precisions: Counter[str] = Counter()
+        self.precision_reasons: Counter[str] = Counter()
         self._seconds: Counter[str] = Counter()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._anchors: list[tuple[Tensor, Tensor]] = []  # retained mass and realised density, still on the device
@@ -31,6 +35,13 @@ class RunStats:
         if action is Action.DENSE:
             self.reasons[reason] += 1
         self.timeline[step, site] = (action.value, reason)
+
+    def reused(self, backend: str, precision: str, why_not_wanted: str | None):
+        """A sparse call was computed by a backend, in a precision."""
+        self.backends[backend] += 1
+        self.precisions[precision] += 1
+        if why_not_wanted:
+            self.precision_reasons[why_not_wanted] += 1
 
     def anchored(self, retained: Tensor, density: Tensor):
         """Scalars of one anchor; they are read when the run ends, so that no call waits for the device."""
@@ -71,6 +82,9 @@ class RunStats:
             "retained_mass": retained,
             "realised_density": density,
             "residuals": dict(self.residuals),
+            "backends": dict(self.backends),
+            "precisions": dict(self.precisions),
+            "precision_reasons": dict(self.precision_reasons),
             "attention_seconds": {k: round(s, 6) for k, s in self._seconds.items()},
             "sites": [f"{s.block_type} {s.block_index}" + (f".{s.ordinal}" if s.ordinal else "") for s in sites],
             "timeline": [[step, sites.index(site), *what] for (step, site), what in sorted(self.timeline.items())],
@@ -94,18 +108,19 @@ def report_text(report: dict) -> str:
     asked = report["plan"]["preset"]
     preset = asked if asked == recipe["name"] else f"{asked} ({recipe['name']}, for so few steps)"
     densities = sorted({round(d, 3) for d in report["densities"]} or {recipe["density"]}, reverse=True)
-    residual = recipe["residual"] + (f" ({', '.join(report['residuals'])})" if recipe["residual"] == "auto" and report["residuals"] else "")
     lines = [
         f"MC-Sparse {report['version']}: {report['status']}, {report['steps']} steps, {report['evaluations']} model evaluations, "
         f"{report['seconds']:.1f} s",
         f"  preset {preset}: density {' to '.join(f'{d:g}' for d in densities[:1] + densities[1:][-1:])}, tail {recipe['tail'] or 'none'}, "
-        f"grouping {recipe['grouping']}, granularity {recipe['granularity']}, residual {residual}, backend {report['backend']}",
+        f"grouping {recipe['grouping']}, granularity {recipe['granularity']}, residual {_asked(recipe['residual'], report['residuals'])}, "
+        f"backend {_asked(report['backend'], report['backends'])}, precision {_asked(report['precision'], report['precisions'])}",
         f"  attention calls: {counts['reuse']} reuse, {counts['anchor']} anchor, {counts['dense']} dense of {total}"
         + (f" (anchors at steps {', '.join(map(str, report['anchors'])) or 'none'})" if total else ""),
     ]
     if report["reasons"]:
-        reasons = sorted(report["reasons"].items(), key=lambda r: -r[1])
-        lines.append("  dense because: " + ", ".join(f"{reason} {n}" for reason, n in reasons))
+        lines.append("  dense because: " + _counted(report["reasons"]))
+    if report["precision_reasons"]:
+        lines.append("  sparse in bf16 because: " + _counted(report["precision_reasons"]))
     lines += [f"  demoted: backend {d['backend']} for {d['op']} of {d['geometry']}: {d['why']}" for d in report["demotions"]]
     if report["retained_mass"] is not None:
         lines.append(
@@ -118,6 +133,16 @@ def report_text(report: dict) -> str:
     lines.append(f"  cache at its largest: {report['cache_bytes'] / 2**20:.1f} MiB")
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)
+
+
+def _asked(request: str, used: dict[str, int]) -> str:
+    """What was asked for, and in brackets what was taken where that is something else."""
+    return request if list(used) in ([], [request]) else f"{request} ({', '.join(used)})"
+
+
+def _counted(reasons: dict[str, int]) -> str:
+    """Reasons with their numbers, the most frequent first."""
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda r: -r[1]))
 
 
 def _saved(counts: dict, spent: dict) -> str:

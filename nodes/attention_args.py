@@ -25,6 +25,7 @@ class AttentionArgs:
     v: Tensor
     scale: float
     has_mask: bool
+    low_precision: bool  # False where the host rules quantised attention out
     keeps_heads: bool  # the host wants (B, H, S, D) back, not (B, S, H*D)
     args: tuple
     kwargs: dict
@@ -68,6 +69,7 @@ def read(args: tuple, kwargs: dict) -> AttentionArgs | None:
         q, k, v,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         has_mask=bound.get("mask") is not None,
+        low_precision=kwargs.get("low_precision_attention") is not False,
         keeps_heads=bool(bound.get("skip_output_reshape")),
         args=args,
         kwargs=kwargs,

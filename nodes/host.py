@@ -114,13 +114,14 @@ class AroundRun:
 def _new_run(plan: SparsePlan, patcher, sigmas) -> SparseRun:
     levels = [float(s) for s in sigmas.tolist()]
     sampling = patcher.get_model_object("model_sampling")
-    decline = why_unsupported(type(_diffusion_model(patcher)).__name__)
+    family = type(_diffusion_model(patcher)).__name__
+    decline = why_unsupported(family)
     if _is_multigpu(patcher):
         decline = "the model runs on several GPUs, which is not supported yet"
     elif not hasattr(sampling, "percent_to_sigma"):
         decline = decline or f"the noise schedule of {type(sampling).__name__} is unknown"
     progress = [] if decline else progress_of(levels, lambda percent: float(sampling.percent_to_sigma(percent)))
-    return SparseRun(plan, levels, progress, decline=decline)
+    return SparseRun(plan, levels, progress, decline=decline, family=family)
 
 
 def _installed(original: dict, guider, run: SparseRun) -> tuple[dict, Session]:

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 
 from ..kernels.registry import backend_names
 from ..mcsparse_core.plan import GROUPINGS, MIN_TOKENS_FLOOR, PRESETS, TAILS, SparsePlan
+from ..mcsparse_core.precision import PRECISIONS
 from ..mcsparse_core.schedule import check_density
 from . import host
 from .schema import Schedule, declare, schema
@@ -16,7 +17,7 @@ RESIDUAL_NAMES = (AUTO, "bf16", "int4", "rank-8", "off")
 
 def plan_of(
     preset: str, density: float, tail: str, grouping: str, granularity: str, residual: str, min_tokens: int, backend: str,
-    verbose: bool, schedule=None,
+    verbose: bool, schedule=None, precision: str = AUTO,
 ) -> SparsePlan:  # fmt: skip
     """The plan that the widgets describe. Raises ValueError with what came, what is allowed and what to do."""
     if tail not in (AUTO, *TAIL_NAMES):  # 0.3.64 lets unknown choices through
@@ -31,6 +32,7 @@ def plan_of(
         schedule=schedule,
         min_tokens=min_tokens,
         backend=backend,
+        precision=precision,
         verbose=verbose,
     )
 
@@ -118,6 +120,12 @@ class MCSparsePatchModel(io.ComfyNode):
                     io.Boolean.Input, "verbose", default=False,
                     tooltip="Log the whole report after each run instead of one line. No effect on the picture.",
                 ),
+                declare(  # optional, hence the last widget: workflows that were saved before it load with its default
+                    io.Combo.Input, "precision", options=list(PRECISIONS), default=AUTO, optional=True,
+                    tooltip="Numbers that sparse attention compares tokens in. auto: bf16, or less where that was measured to pay off. "
+                    "bf16: the model's own 16 bits. int8: coarser, hardly less exact. fp8: coarser still, visibly less exact. Where the "
+                    "card or the model does not allow it, bf16 is used and MC-Sparse Stats says so.",
+                ),
             ],
             outputs=[declare(io.Model.Output, tooltip="The patched model, for the sampler.")],
         )  # fmt: skip
@@ -132,9 +140,11 @@ class MCSparsePatchModel(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, model, preset, density, tail, grouping, granularity, residual, min_tokens, backend, verbose, schedule=None):
+    def execute(
+        cls, model, preset, density, tail, grouping, granularity, residual, min_tokens, backend, verbose, schedule=None, precision=AUTO
+    ):
         check_model(model)
-        plan = plan_of(preset, density, tail, grouping, granularity, residual, min_tokens, backend, verbose, schedule)
+        plan = plan_of(preset, density, tail, grouping, granularity, residual, min_tokens, backend, verbose, schedule, precision)
         if schedule is not None:
             check_layers(schedule.dense_layers or (), host.block_count(model))
         return io.NodeOutput(host.attach(model, plan))

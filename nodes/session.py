@@ -106,6 +106,7 @@ class Session:
                     layout or TokenLayout(None, before=tokens),
                     dense=lambda rows: call.dense(host, rows),
                     exact_dense=host.is_exact,
+                    low_precision=call.low_precision,
                 ),
                 reason,
             )  # fmt: skip

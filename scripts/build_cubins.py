@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernel of sparse attention into kernels/attention/cubins. Needs nvidia-cutlass-dsl 4.8, but no GPU. Run by path.
+"""Compiles the Hopper kernels of sparse attention into kernels/attention/cubins. Needs nvidia-cutlass-dsl 4.8, but no GPU. Run by path.
 
 --ptxas names an assembler to use instead of the compiler's own: that of CUDA 12.8 (Triton 3.6 carries it) makes cubins that older drivers
 load. Beside each cubin a JSON file of the same name says how to launch it and what it was made from: a hash of the device source and of the
@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 
 ATTENTION = Path(__file__).resolve().parents[1] / "kernels" / "attention"
-SOURCE = ATTENTION / "cute_sm90_mainloop.py"
+SOURCES = [ATTENTION / "cute_sm90_mainloop.py", ATTENTION / "cute_sm90_rows.py"]
 
 
 def source_hash(variant: dict) -> str:
-    """Of the device source and the variant's fields, whatever line ends the checkout has."""
-    text = SOURCE.read_text(encoding="utf-8") + json.dumps(variant, sort_keys=True)
+    """Of the device sources and the variant's fields, whatever line ends the checkout has."""
+    text = "".join(source.read_text(encoding="utf-8") for source in SOURCES) + json.dumps(variant, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -36,21 +36,20 @@ def assemble(ptx: str, ptxas: str, dump: Path) -> bytes:
 
 
 def build(variant, folder: Path, dump: Path, ptxas: str | None, suffix: str, keep_ptx: bool) -> None:
-    import cute_sm90_mainloop as device
+    """variant: of one of SOURCES, imported."""
     import cutlass
     from cutlass import Float32, Int32, Int64, cute
 
     kinds = {"p": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
-    arguments = tuple(kinds[kind](1) for _, kind in device.PARAMETERS)
-    made = cute.compile(device.Sparse(variant).launch, arguments, Int32(1))
+    arguments = tuple(kinds[kind](1) for _, kind in variant.parameters)
+    made = cute.compile(variant.kernel(variant).launch, arguments, Int32(1))
     cubin = assemble(made.__ptx__, ptxas, dump) if ptxas else made.__cubin__
     (entry,) = [line for line in made.__ptx__.splitlines() if ".entry" in line]
     facts = {
         "entry": entry.split(".entry")[1].split("(")[0].strip(),
-        "parameters": device.PARAMETERS,
-        "threads": device.THREADS,
-        "shared": variant.offsets["total"],
-        "tile": variant.tile,
+        "parameters": variant.parameters,
+        "threads": variant.threads,
+        "shared": variant.shared,
         "variant": dataclasses.asdict(variant),
         "hash": source_hash(dataclasses.asdict(variant)),
         "cutlass_dsl": cutlass.__version__,
@@ -67,7 +66,8 @@ def build(variant, folder: Path, dump: Path, ptxas: str | None, suffix: str, kee
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ATTENTION / "cubins")
-    parser.add_argument("--variant", action="append", help="fields of a Variant instead of the shipped ones: 'tile=160,stages=2'")
+    parser.add_argument("--variant", action="append", help="fields of an attention Variant, to build instead of what ships: 'stages=1'")
+    parser.add_argument("--rows", action="append", help="the same of a pass before it: 'warps=1'")
     parser.add_argument("--ptxas")
     parser.add_argument("--suffix", default="", help="appended to the names, to tell builds apart")
     parser.add_argument("--ptx", action="store_true", help="keep the PTX beside the cubins")
@@ -75,11 +75,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as dump:
         os.environ |= {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "cubin,ptx", "CUTE_DSL_DUMP_DIR": dump}
         sys.path.insert(0, str(ATTENTION))  # by itself: the package around it would import torch
-        from cute_sm90_mainloop import SHIPPED, Variant
+        import cute_sm90_mainloop as attention
+        import cute_sm90_rows as rows
 
         args.folder.mkdir(parents=True, exist_ok=True)
-        for variant in SHIPPED if not args.variant else [eval(f"Variant({text})", {"Variant": Variant}) for text in args.variant]:
-            build(variant, args.folder, Path(dump), args.ptxas, args.suffix, args.ptx)
+        for device, texts in ((attention, args.variant), (rows, args.rows)):
+            asked = [eval(f"Variant({text})", {"Variant": device.Variant}) for text in texts or ()]
+            for variant in asked if args.variant or args.rows else device.SHIPPED:
+                build(variant, args.folder, Path(dump), args.ptxas, args.suffix, args.ptx)
 
 
 if __name__ == "__main__":

@@ -28,4 +28,5 @@ def test_attention_rows_are_consistent(report):
     for r in report.newest("attention")["rows"]:
         assert r["efficiency"] == pytest.approx(r["executed"] * r["fa3_ms"] / r["ms"], rel=1e-6)
         if "density" in r:
-            assert r["realised_density"] >= r["density"] - 1e-3 and r["error"] < 6e-3
+            allowed = {"half": 6e-3, "int8": 3e-2, "fp8": 0.25}[r["precision"]]
+            assert r["realised_density"] >= r["density"] - 1e-3 and r["error"] < allowed

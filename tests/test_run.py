@@ -24,6 +24,7 @@ def test_doctor_uses_the_python_at_hand_and_installs_nothing(tmp_path):
     done = run("doctor", cwd=tmp_path, script=folder / "run.py")
     assert done.returncode == 0, done.stderr
     assert "cpu, head dim 128, float32: sparse" in done.stdout and sys.executable in done.stdout
+    assert "token_sparse_attention in int8: reference\n" in done.stdout and "token_sparse_attention in fp8: reference\n" in done.stdout
     assert not (folder / ".venv").exists()
 
 
@@ -41,6 +42,7 @@ def test_demo_refuses_what_it_cannot_do(tmp_path):
     for arguments, words in (
         (("--steps", "3"), "--steps is 3"), (("--seed", "-1"), "--seed is -1"), (("--seed", "9" * 30), "--seed is"),
         (("--out", str(file)), "a file; name a folder"), (("--prompt", "a cat"), "invalid choice"),
+        (("--precision", "int4"), "choose from"),
     ):  # fmt: skip
         code = f"import sys; from mc_sparse.cli import main; sys.exit(main(['demo', *{list(arguments)!r}]))"
         done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..checks import check_bhsd, check_groups, check_memory, check_same_length, check_scale, check_selection, is_cell_size
-from ..registry import AUTO, call
+from ..quantise import PRECISIONS
+from ..registry import AUTO, SPARSE, call
 from ..residual import Residual
 from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
 
@@ -30,6 +31,7 @@ def token_sparse_attention(
     residual: Residual | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    precision: str = "half",
     backend: str = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query over the keys its group selected, (B, H, Sq, D) in q's dtype and order.
@@ -38,14 +40,17 @@ def token_sparse_attention(
     tail: one softmax over the selected keys and the pooled keys, whose logits get + ln n, n = keys of that cell the group did
     not select; cells with n = 0 are left out. A number pools k and v into cells of that many tokens here, which is faster than pool_cells
     before. residual: added to the output (never to the lse).
+    precision: what queries and keys are multiplied in, see quantise.py; "int8" and "fp8" are faster and less exact. A residual belongs to
+    the precision it was made in.
     A group without selected keys sees the tail alone; without a tail its output is 0 (plus residual) and its lse -inf.
     """
-    op = "token_sparse_attention"
-    _check(op, q, k, v, groups, selection, tail)
+    op = SPARSE
+    _check(op, q, k, v, groups, selection, tail, precision)
     if residual is not None:
         _check_residual(op, residual, (*q.shape[:2], groups.order.shape[-1], q.shape[3]), q)
     scale = check_scale(op, scale, q)
-    out, lse = call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, residual, scale, return_lse, None)
+    inputs = q, k, v, groups, selection, tail, residual, scale, return_lse, None
+    out, lse = call(op, Geometry.of(q, k, precision), backend, *inputs, *_named(precision))
     return (out, lse) if return_lse else out
 
 
@@ -59,23 +64,32 @@ def sparse_residual(
     *,
     tail: PooledTail | int | None = None,
     scale: float | None = None,
+    precision: str = "half",
     backend: str = AUTO,
 ) -> Tensor:
     """R = dense - token_sparse_attention(...) in group order, (B, H, G*C, D) in q's dtype, 0 past the last query.
 
     dense (B, H, Sq, D): what attention over all keys gave. R is rounded once, so that it is more exact than the difference of outputs.
     """
-    op = "token_sparse_attention"
-    _check(op, q, k, v, groups, selection, tail)
+    op = SPARSE
+    _check(op, q, k, v, groups, selection, tail, precision)
     check_bhsd(op, q=q, dense=dense)
     check_same_length(op, q=q, dense=dense)
     scale = check_scale(op, scale, q)
-    return call(op, Geometry.of(q, k), backend, q, k, v, groups, selection, tail, None, scale, False, dense)[0]
+    inputs = q, k, v, groups, selection, tail, None, scale, False, dense
+    return call(op, Geometry.of(q, k, precision), backend, *inputs, *_named(precision))[0]
+
+
+def _named(precision: str) -> tuple[str, ...]:
+    """The last argument of backends that name it in PRECISIONS; the others get none."""
+    return () if precision == "half" else (precision,)
 
 
 def _check(
-    op: str, q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None
+    op: str, q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None, precision: str
 ) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"{op}: precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
     check_bhsd(op, q=q, k=k, v=v)
     check_same_length(op, k=k, v=v)
     check_groups(op, groups, q)

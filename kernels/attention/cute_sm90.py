@@ -1,7 +1,8 @@
-"""Token-sparse attention by the Hopper kernel, which ships compiled: at run time only the driver is needed (scripts/build_cubins.py).
+"""Token-sparse attention by kernels for Hopper that ship compiled: at run time only the driver is needed (scripts/build_cubins.py).
 
-The passes are those of triton_sparse.py; the third is the kernel of cute_sm90_mainloop.py. Groups in which a query leaves the range
-of its exponentials are computed again by the Triton kernel with a running maximum.
+Three launches for some heads at a time: keys and values are laid out in cell order with the pooled ones after them (cute_sm90_rows.py);
+attention straight from the selection bits (cute_sm90_mainloop.py); and once more, with a running maximum, for groups in which a query left
+the range of its exponentials, of which there are hardly ever any. In int8 two more come first: the keys' mean, the queries' codes.
 """
 from __future__ import annotations
 
@@ -10,43 +11,69 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dtypes import half
-from ..registry import load
+from ..pooling.reference import pool_cells
+from ..quantise import quantised
 from ..residual import Residual
-from ..shapes import Geometry, KeySelection, PooledTail, QueryGroups
+from ..selection.bits import WORD, unselected_in_cells
+from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
+from .passes import epilogue_of, heads_at_once
 
 NAME = "hopper"
+PRECISIONS = ("half", "int8")
 CUBINS = Path(__file__).with_name("cubins")
-# Which cubin runs a dtype and head dim.
+
+
+class Cubins(NamedTuple):
+    """What runs a dtype, head dim and precision, by name; sums and queries in int8."""
+
+    rows: str
+    fixed: str
+    online: str
+    sums: str | None = None
+    queries: str | None = None
+
+
+def _chosen(short: str, dim: int, tile: str, precision: str) -> Cubins:
+    ending = f"{short}_d{dim}"
+    fixed = f"sparse_{ending}_{tile}"
+    if precision == "half":
+        return Cubins(f"rows_{ending}", fixed, f"{fixed}_online")
+    return Cubins(f"rows_int8_{ending}", f"{fixed}_int8", f"{fixed}_int8_online", f"sums_{ending}", f"queries_int8_{ending}")
+
+
 CHOSEN = {
-    (torch.bfloat16, 128): "sparse_bf16_d128_n144_s2",
-    (torch.float16, 128): "sparse_fp16_d128_n144_s2",
-    (torch.bfloat16, 64): "sparse_bf16_d64_n192_s4",
-    (torch.float16, 64): "sparse_fp16_d64_n192_s4",
+    (dtype, dim, precision): _chosen(short, dim, tile, precision)
+    for dim, tile, precision in ((128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s3", "int8"))
+    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 }
+LOG2_E = 1.4426950408889634
+PLACES = 128  # that a warp of the passes before attention takes
 _TYPES = {"p": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def why_not(geometry: Geometry) -> str | None:
-    """None when the Hopper kernel can run this geometry: sm_90, 16-bit, head dim 64 or 128."""
+    """None when the Hopper kernels can run this geometry: sm_90, 16-bit, head dim 64 or 128, with int8 128."""
     if geometry.device_type != "cuda" or geometry.capability != (9, 0):
         return "is compiled for Hopper GPUs (compute capability 9.0)"
-    if (geometry.dtype, geometry.head_dim) not in CHOSEN:
-        return f"takes bfloat16 and float16 with head dims 64 and 128, not {geometry.dtype} with {geometry.head_dim}"
-    name = CHOSEN[geometry.dtype, geometry.head_dim]
-    if not (CUBINS / f"{name}.cubin").exists():
-        return f"lacks its compiled kernel {name}.cubin"
+    chosen = CHOSEN.get((geometry.dtype, geometry.head_dim, geometry.precision))
+    if chosen is None:
+        dims = "head dims 64 and 128" if geometry.precision == "half" else f"head dim 128 for products in {geometry.precision}"
+        return f"takes bfloat16 and float16 with {dims}, not {geometry.dtype} with {geometry.head_dim}"
+    for name in filter(None, chosen):
+        if not (CUBINS / f"{name}.cubin").exists():
+            return f"lacks its compiled kernel {name}.cubin"
     try:
         _driver()
     except OSError as error:
         return f"cannot load the CUDA driver's library: {error}"
-    triton, reason = load(".attention.triton_sparse")  # the first two passes
-    return reason if triton is None else triton.why_not(geometry)
+    return None
 
 
 @cache
@@ -85,7 +112,7 @@ class Kernel:
         addresses = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
         grid, block = (programs, 1, 1), (self.facts["threads"], 1, 1)
         shared, stream = ctypes.c_uint(self.facts["shared"]), ctypes.c_void_p(stream)
-        _check(_driver().cuLaunchKernel(self._function, *grid, *block, shared, stream, addresses, None), "launching the Hopper kernel")
+        _check(_driver().cuLaunchKernel(self._function, *grid, *block, shared, stream, addresses, None), f"launching {self.facts['entry']}")
 
 
 @cache
@@ -102,21 +129,102 @@ def _aligned(x: Tensor) -> Tensor:
 
 def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
-    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None, precision: str = "half",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As the reference."""
-    from ..launch import launch
-    from .triton_sparse import in_passes
-
-    q, device = _aligned(half(q)), q.device
-    hopper = kernel(CHOSEN[q.dtype, q.shape[3]], device.index)
-    how = launch("sparse_online", q.shape[3], torch.cuda.get_device_capability(device))
+    """As the reference. Heads are computed some at a time, so that laid-out rows take bounded memory."""
+    q, k, v = _aligned(half(q)), _aligned(half(k)), _aligned(half(v))
+    (batch, heads, length, dim), keys, device = q.shape, k.shape[2], q.device
+    int8 = precision == "int8"
+    chosen = CHOSEN[q.dtype, dim, precision]
+    lay_out, fixed, online = (kernel(name, device.index) for name in (chosen.rows, chosen.fixed, chosen.online))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
-    nothing = torch.full((1,), float("-inf"), device=device)
 
-    def fixed(programs: int, epilogue: int, arguments: dict) -> None:
-        hopper.launch(min(programs, processors), stream, **arguments, total=programs, epilogue=epilogue, minus=nothing)
+    out = q.new_empty((batch, heads, length if dense is None else groups.count * GROUP_SIZE, dim))
+    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
+    epilogue, values, scales, rank = epilogue_of(residual, dense, q)
+    values, scales = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (values, scales))
+    minus = out if dense is None else _aligned(half(dense))
+    order = groups.expanded(batch, heads)
+    if isinstance(tail, int) and tail not in CELL_SIZES:
+        tail = pool_cells(k.float() if int8 else k, v, selection.cells, tail)
+    pooled = isinstance(tail, PooledTail)
+    size = (tail.size if pooled else tail) or 0
+    cells = ceil_div(keys, size) if size else 0
+    counted = size % WORD == 0  # by the kernel
+    width = (3 * dim + 16) // 2 if int8 else 2 * dim  # of a row, in elements of 16 bits
+    per_head = 2 * (keys + cells) * width + (0 if counted else 4 * groups.count * cells) + (length * (dim + 16) if int8 else 0)
 
-    dense = None if dense is None else _aligned(half(dense))
-    return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, hopper.facts["tile"], fixed)
+    for b in range(batch):
+        for some in heads_at_once(heads, per_head, device):
+            here = some.stop - some.start
+            rows = q.new_empty((here, keys + cells, width))
+            queries, mean = q[b, some], rows
+            if int8:
+                mean = _mean(kernel(chosen.sums, device.index), k[b, some], stream)
+                queries = _codes(kernel(chosen.queries, device.index), queries, stream)
+            parts = _parts(lay_out, here, keys)
+            lay_out.launch(
+                parts, stream, k=k[b, some], v=v[b, some], order=selection.cells.order, mean=mean, rows=rows,
+                k_h=k.stride(1), v_h=v.stride(1), rows_h=rows.stride(0), k_s=k.stride(2), v_s=v.stride(2),
+                heads=here, length=keys, size=0 if pooled else size, parts=parts,
+            )  # fmt: skip
+            if pooled:
+                _put_pooled(rows[:, keys:], tail.k[b, some], tail.v[b, some], mean if int8 else None)
+            bias = rows if counted else _biases(selection, b, some, size)
+            total = here * groups.count
+            again = torch.zeros(1 + 2 * total, dtype=torch.int32, device=device)
+            for attend in (fixed, online):
+                attend.launch(
+                    min(total, processors), stream, q=queries, rows=rows, out=out[b], lse=out if lse is None else lse[b], order=order[b],
+                    bits=selection.bits[b], counts=selection.counts[b], bias=bias, values=values if residual is None else values[b],
+                    scales=scales if residual is None else scales[b], dense=minus[b], again=again,
+                    q_h=queries.stride(0), rows_h=rows.stride(0), out_h=out.stride(1), dense_h=minus.stride(1), order_h=order.stride(1),
+                    q_s=queries.stride(1), out_s=out.stride(2), dense_s=minus.stride(2), first=some.start, groups=groups.count, total=total,
+                    length=length, keys=keys, bits_row=selection.bits.shape[3], in_cells=int(selection.granularity == "cell32"),
+                    cells=cells, size=size if counted else 0, rank=rank, epilogue=epilogue, with_lse=int(with_lse),
+                    scale=scale * LOG2_E,
+                )  # fmt: skip
+            if with_lse and int8:  # that of the keys as they came
+                for h, m in zip(range(some.start, some.stop), mean, strict=True):
+                    lse[b, h] += (q[b, h].float() * m).sum(1) * scale
+    return out, lse
+
+
+def _parts(one: Kernel, heads: int, length: int) -> int:
+    """Programs of a pass before attention."""
+    return heads * ceil_div(length, PLACES * one.facts["variant"]["warps"])
+
+
+def _mean(sums_of: Kernel, k: Tensor, stream: int) -> Tensor:
+    """quantise.key_mean of k (H, S, D), (H, D)."""
+    heads, length, dim = k.shape
+    sums = torch.empty((heads, ceil_div(length, PLACES), dim), dtype=torch.float32, device=k.device)
+    parts = _parts(sums_of, heads, length)
+    sums_of.launch(parts, stream, x=k, sums=sums, x_h=k.stride(0), x_s=k.stride(1), heads=heads, length=length, parts=parts)
+    return sums.sum(1) / length
+
+
+def _codes(codes_of: Kernel, q: Tensor, stream: int) -> Tensor:
+    """q (H, S, D) in int8: rows of D codes, a float32 scale and zeros, as (H, S, (D + 16) / 2) of q's dtype."""
+    heads, length, dim = q.shape
+    rows = q.new_empty((heads, length, (dim + 16) // 2))
+    parts = _parts(codes_of, heads, length)
+    codes_of.launch(parts, stream, x=q, rows=rows, x_h=q.stride(0), x_s=q.stride(1), heads=heads, length=length, parts=parts)
+    return rows
+
+
+def _put_pooled(rows: Tensor, k: Tensor, v: Tensor, mean: Tensor | None) -> None:
+    """The tail's pooled keys and values (H, cells, D) into their rows; with the keys' mean (H, D) in int8."""
+    dim = k.shape[2]
+    if mean is None:
+        rows[..., :dim], rows[..., dim:] = k, v
+        return
+    codes, scale = quantised(k.float() - mean[:, None], "int8")
+    rows[..., : dim // 2], rows[..., dim // 2 : 3 * dim // 2] = codes.view(rows.dtype), v
+    rows[..., 3 * dim // 2 :] = torch.nn.functional.pad(scale, (0, 3)).view(rows.dtype)
+
+
+def _biases(selection: KeySelection, b: int, some: slice, size: int) -> Tensor:
+    """log2 of each cell's unselected keys, (heads, G, cells) float32: -inf where there are none, and the cell drops out."""
+    return torch.stack([unselected_in_cells(selection, b, h, size).float().log2() for h in range(some.start, some.stop)])

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from ..chunks import chunks
 from ..pooling.reference import pool_cells
+from ..quantise import PRECISIONS as PRECISIONS
+from ..quantise import key_mean, rounded
 from ..residual import Residual
 from ..selection.bits import places_of, unselected_in_cells
 from ..shapes import GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups
@@ -33,16 +35,18 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 
 def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
-    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None, precision: str = "half",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output (B, H, S, D) in q's dtype and token order, and the lse (B, H, S) float32 when asked for.
 
     Given dense (B, H, S, D): dense - output in group order (B, H, G*C, D) instead, 0 past the last query.
     Per head, keys (and values) are laid out once as [keys in cell order][pooled keys], queries in group order.
+    precision other than half: of the rounded queries and of the rounded keys less their mean, pooled ones too (quantise.py); the lse is of
+    the keys as they came.
     """
     batch, heads, length, dim = q.shape
     if isinstance(tail, int):
-        tail = pool_cells(k, v, selection.cells, tail)
+        tail = pool_cells(k if precision == "half" else k.float(), v, selection.cells, tail)
     shape = (batch, heads, length if dense is None else groups.count * GROUP_SIZE, dim)
     out = torch.zeros(shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device) if with_lse else None
@@ -52,8 +56,12 @@ def token_sparse_attention(
         for h in range(heads):
             order = orders[b, h, :length].long()
             live = queries.view(-1, dim)[:length]
-            live.copy_(q[b, h].index_select(0, order))
+            own = q[b, h].index_select(0, order)
+            live.copy_(rounded(own, precision))
             keys = _rows(k[b, h], selection, None if tail is None else tail.k[b, h])
+            if precision != "half":
+                mean = key_mean(k[b, h])
+                keys = rounded(keys - mean, precision)
             values = _rows(v[b, h], selection, None if tail is None else tail.v[b, h])
             unselected = None if tail is None else unselected_in_cells(selection, b, h, tail.size)
             o, l = _one_head(queries, keys, values, *places_of(selection, b, h), unselected, scale, with_lse)
@@ -65,7 +73,8 @@ def token_sparse_attention(
             else:
                 out[b, h, :length] = dense[b, h].index_select(0, order).float() - o[:length]
             if with_lse:
-                lse[b, h].index_copy_(0, order, l.view(-1)[:length])
+                l = l.view(-1)[:length]
+                lse[b, h].index_copy_(0, order, l if precision == "half" else l + own.float() @ mean * scale)
     return out, lse
 
 

@@ -1,6 +1,6 @@
 """Token-sparse attention in Triton, in three passes over some heads at a time.
 
-gather    (of the pooling) K and V of a head become contiguous rows in cell order, with the pooled rows after them
+gather    (of the pooling) K and V of a head become contiguous rows in cell order, with the pooled rows after them, K quantised if asked
 expand    selection bits become ascending row numbers, and the pooled rows get their biases
 attend    one program per group: gathers Q, runs over its rows of K and V, adds the residual, scatters the output
 
@@ -10,31 +10,36 @@ faster on an H200). Groups in which a query leaves that range run again with a r
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, launch
-from ..pooling.triton_pool import gather_rows, pool_cells
+from ..launch import Launch, card, launch
+from ..pooling.triton_pool import gather_quantised, gather_rows, pool_cells, quantise_queries, row_width
+from ..quantise import PRECISIONS as PRECISIONS
 from ..residual import Residual
-from ..residual.reference import INT2_INNER, INT2_OUTER, rank_of
+from ..residual.reference import INT2_INNER, INT2_OUTER
 from ..selection.bits import unselected_in_cells
 from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
-from ..triton_support import NAME, fence, half, needs_fence, operand, padded, popcount, why_not
+from ..triton_support import NAME, fence, half, needs_fence, operand, popcount
+from ..triton_support import why_not as why_not_triton
+from .passes import epilogue_of, heads_at_once
 
-__all__ = ["NAME", "token_sparse_attention", "why_not"]
+__all__ = ["NAME", "PRECISIONS", "token_sparse_attention", "why_not"]
 
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 INNER, OUTER = tl.constexpr(INT2_INNER), tl.constexpr(INT2_OUTER)
-# What `attend` does at the end, by residual format.
-EPILOGUES = {"none": 0, "bf16": 1, "fp8": 2, "int4": 3, "int2": 4, "rank": 5, "difference": 6}
-# Bytes for the rows and row numbers of the heads that are computed together.
-SCRATCH_SHARE, SCRATCH_LEAST, SCRATCH_MOST = 1 / 40, 128 << 20, 3 << 30
+ANY = -1  # in the place of one of EPILOGUES: the kernel looks at its argument, so that one is compiled for all of them
 EXPAND_BLOCK, EXPAND_WORDS = 1024, 32
 AGAIN_PROGRAMS = 1024  # look for groups to run again
+
+
+def why_not(geometry: Geometry) -> str | None:
+    """As of every Triton kernel; products of fp8 are there from Ada (8.9) on."""
+    if geometry.precision == "fp8" and geometry.capability is not None and geometry.capability < (8, 9):
+        return "needs compute capability 8.9 (Ada) or newer for fp8"
+    return why_not_triton(geometry)
 
 
 @triton.jit
@@ -95,11 +100,15 @@ def _e4m3(byte):
 
 @triton.jit
 def _residual(values, scales, row, d, D: tl.constexpr, EPILOGUE: tl.constexpr):
-    """Rows `row` (n, 1) int64 of a residual, (n, columns) float32; layouts as in kernels/residual/reference.py."""
+    """Rows `row` (n, 1) int64 of a residual, (n, columns) float32; values and scales are addresses of bytes.
+
+    Layouts as in kernels/residual/reference.py.
+    """
     RUNS: tl.constexpr = (D + 31) // 32
     d = d[None, :]
+    scales = scales.to(tl.pointer_type(tl.float16))
     if EPILOGUE == 1:
-        return tl.load(values + row * D + d, mask=d < D, other=0).to(tl.float32)
+        return tl.load(values.to(tl.pointer_type(tl.bfloat16)) + row * D + d, mask=d < D, other=0).to(tl.float32)
     if EPILOGUE == 2:
         return _e4m3(tl.load(values + row * D + d, mask=d < D, other=0)) * tl.load(scales + row).to(tl.float32)
     live = d < RUNS * 32
@@ -117,12 +126,15 @@ def _residual(values, scales, row, d, D: tl.constexpr, EPILOGUE: tl.constexpr):
 def _program(
     program,
     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
-    q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
+    q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, epilogue,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
 ):  # fmt: skip
     """M queries of one group: number `program` of the launch that `attend` describes."""
     PARTS: tl.constexpr = 128 // M
+    LOW: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 8
+    VALUE: tl.constexpr = tl.float16 if out.dtype.element_ty == tl.float16 else tl.bfloat16
+    ROW: tl.constexpr = 3 * BLOCK_D + 16 if LOW else 2 * BLOCK_D  # elements of `rows`: bytes if LOW
     local = program // PARTS
     here = (local // groups).to(tl.int64)
     group = local % groups
@@ -131,8 +143,16 @@ def _program(
     order += h * order_h
     d = tl.arange(0, BLOCK_D)
     token = tl.load(order + slots)
-    q_tile = tl.load(q + h * q_h + token.to(tl.int64)[:, None] * q_s + d[None, :], mask=(token >= 0)[:, None] & (d < D)[None, :], other=0)
+    q += (here if LOW else h) * q_h
+    q_tile = tl.load(q + token.to(tl.int64)[:, None] * q_s + d[None, :], mask=(token >= 0)[:, None] & (d < D)[None, :], other=0.0)
     rows += here * rows_h
+    factor = scale
+    if LOW:
+        word = tl.arange(0, 4)
+        scale_of = q.to(tl.pointer_type(tl.float32)) + token.to(tl.int64)[:, None] * (q_s // 4) + BLOCK_D // 4 + word[None, :]
+        factor *= tl.sum(tl.load(scale_of, mask=(token >= 0)[:, None], other=0), 1)
+        scales_of = rows.to(tl.pointer_type(tl.float32)) + 3 * BLOCK_D // 4
+        values_of = rows.to(tl.pointer_type(VALUE)) + BLOCK_D // 2
     numbers += local.to(tl.int64) * wide
     bias += local.to(tl.int64) * cells
     count = tl.load(counts + h * groups + group)
@@ -143,8 +163,11 @@ def _program(
     if not ONLINE:
         for i in tl.static_range(4):
             one = tl.load(numbers + tl.minimum(i, count - 1), mask=count > 0, other=0)
-            key = tl.load(rows + one * (2 * BLOCK_D) + d, mask=count > 0, other=0)
-            logit = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+            key = tl.load(rows + one * ROW + d, mask=count > 0, other=0.0)
+            logit = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)
+            if LOW:
+                logit *= tl.load(scales_of + one * (ROW // 4), mask=count > 0, other=0)
+            logit *= factor
             if i == 0:
                 m = logit
             else:
@@ -156,17 +179,20 @@ def _program(
         at = tl.load(numbers + i + n)
         if FENCE:
             fence(at)
-        row = rows + at[:, None] * (2 * BLOCK_D) + d[None, :]
-        if FENCE:  # one wait must cover both, so the one that is waited for comes last
-            v_tile = operand(tl.load(row + BLOCK_D))
+        row = rows + at[:, None] * ROW + d[None, :]
+        value = values_of + at[:, None] * (ROW // 2) + d[None, :] if LOW else row + BLOCK_D
+        if LOW:
+            k_scale = tl.sum(tl.load(scales_of + at[:, None] * (ROW // 4) + word[None, :]), 1)  # 16 bytes are one copy
+        if FENCE:  # one wait must cover all, so the one that is waited for comes last
+            v_tile = operand(tl.load(value))
         k_tile = operand(tl.load(row))
-        if not FENCE:
-            v_tile = operand(tl.load(row + BLOCK_D))
         s = tl.dot(operand(q_tile), tl.trans(k_tile))
-        if ONLINE:
-            s *= scale
+        if LOW:
+            s = s.to(tl.float32) * k_scale[None, :] * factor[:, None]
         else:
-            s = s * scale - m[:, None]
+            s *= factor
+        if not ONLINE:
+            s -= m[:, None]
         if i + N > count:  # a tile with pooled cells, which weigh as many keys as are unselected, or with nothing
             j = i + n - count
             more = tl.load(bias + j, mask=(j >= 0) & (j < cells), other=0)
@@ -181,6 +207,8 @@ def _program(
             acc *= shrink[:, None]
         else:
             p = tl.exp2(s)
+        if not FENCE:  # waited for here: earlier, ptxas would hold all values in registers
+            v_tile = operand(tl.load(value))
         l += tl.sum(p, 1)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
     if not ONLINE:
@@ -198,29 +226,35 @@ def _program(
     if with_lse != 0:
         total = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * LN_2)
         tl.store(lse + h * length + query, total, mask=live)
-    if EPILOGUE == 6:  # dense - output, in group order
+    # Every end stores by itself: before a common store ptxas would keep what each of them adds in registers.
+    which = epilogue if EPILOGUE < 0 else EPILOGUE
+    target = out + h * out_h + query[:, None] * out_s + d[None, :]
+    if which == 0:
+        tl.store(target, acc.to(out.dtype.element_ty), mask=place)
+    for fmt in tl.static_range(1, 5):
+        if which == fmt:
+            tl.store(target, (acc + _residual(values, scales, slot, d, D, fmt)).to(out.dtype.element_ty), mask=place)
+    if which == 5:  # by hand: as a product it made Triton 3.6 read past its shared memory on Hopper
+        left_at, right_at = values.to(tl.pointer_type(tl.bfloat16)), scales.to(tl.pointer_type(tl.bfloat16))
+        for r in range(rank):
+            left = tl.load(left_at + (h * groups * 128 + slots) * rank + r).to(tl.float32)
+            right = tl.load(right_at + (h * rank + r) * D + d, mask=d < D, other=0).to(tl.float32)
+            acc += left[:, None] * right[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=place)
+    if which == 6:  # dense - output, in group order
         full = tl.load(dense + h * dense_h + query[:, None] * dense_s + d[None, :], mask=place, other=0)
         difference = tl.where(live[:, None], full.to(tl.float32) - acc, 0.0)
         tl.store(out + slot * D + d[None, :], difference.to(out.dtype.element_ty), mask=(d < D)[None, :])
-    else:
-        if EPILOGUE == 5:  # by hand: as a product it made Triton 3.6 read past its shared memory on Hopper
-            for r in range(rank):
-                left = tl.load(values + (h * groups * 128 + slots) * rank + r).to(tl.float32)
-                right = tl.load(scales + (h * rank + r) * D + d, mask=d < D, other=0).to(tl.float32)
-                acc += left[:, None] * right[None, :]
-        elif EPILOGUE != 0:
-            acc += _residual(values, scales, slot, d, D, EPILOGUE)
-        tl.store(out + h * out_h + query[:, None] * out_s + d[None, :], acc.to(out.dtype.element_ty), mask=place)
 
 
 @triton.jit(
-    do_not_specialize=["first", "groups", "length", "cells", "rank", "with_lse", "programs"],
+    do_not_specialize=["first", "groups", "length", "cells", "rank", "with_lse", "programs", "epilogue"],
     do_not_specialize_on_alignment=["lse", "order", "counts", "bias", "values", "scales", "again"],
 )
 def attend(
     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, programs,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    epilogue, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
 ):  # fmt: skip
     """All queries of some heads of one batch row, M queries of one group to a program.
@@ -228,6 +262,7 @@ def attend(
     q, out, dense (H, S, D) by their strides; order (H, G*128) order_h apart; counts (H, G), lse (H, S) and the residual contiguous.
     rows (heads, S + cells, 2, BLOCK_D): keys and values in cell order, then the pooled ones; numbers (heads, G, wide) which of them each
     group sees; bias (heads, G, cells) of its pooled ones. These begin at head `first`; again (programs,) is 1 for programs to run online.
+    In low precision q (heads, S, BLOCK_D + 16) and rows are quantised (kernels/pooling/triton_pool.py), q from head `first` on too.
     """
     if ONLINE:
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
@@ -236,110 +271,84 @@ def attend(
                     program,
                     q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
                     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank,
-                    with_lse, again, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
+                    with_lse, again, epilogue, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
                 )  # fmt: skip
     else:
         _program(
             tl.program_id(0),
             q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
             q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
-            D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
+            epilogue, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
         )  # fmt: skip
 
 
 def token_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
-    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
+    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None, precision: str = "half",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As the reference."""
-    capability, block_d = Geometry.of(q, k).capability, padded(q.shape[3])
-    if half(q).dtype != torch.bfloat16:
-        how = launch("sparse_online", block_d, capability)
-        return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, how.tile)
-    how = launch("sparse", block_d, capability)
-
-    def fixed(programs: int, epilogue: int, arguments: dict) -> None:
-        attend[(programs,)](**arguments, programs=programs, **_constants(how, q, epilogue, False))
-
-    return in_passes(q, k, v, groups, selection, tail, residual, scale, with_lse, dense, how, how.tile, fixed)
-
-
-def in_passes(
-    q: Tensor, k: Tensor, v: Tensor, groups: QueryGroups, selection: KeySelection, tail: PooledTail | int | None,
-    residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None,
-    how: Launch, tile: int, fixed: Callable[[int, int, dict], None] | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory.
-
-    fixed: launches a kernel for (programs, epilogue, arguments by the names of `attend`) that takes the exponentials relative to a fixed
-    reference, whose lists are read up to `tile` entries past their end; `attend` follows, with `how`, for the programs that `again` marks.
-    None: `attend` computes all.
-    """
+    """As the reference. Heads are computed some at a time, so that laid-out rows and row numbers take bounded memory."""
     batch, heads, length, dim = q.shape
-    keys, block_d, dtype, device = k.shape[2], padded(dim), q.dtype, q.device
+    keys, width, dtype, device, capability = k.shape[2], row_width(dim, precision), q.dtype, q.device, Geometry.of(q, k).capability
     q, k, v = half(q), half(k), half(v)
     shape = (batch, heads, length, dim) if dense is None else (batch, heads, groups.count * GROUP_SIZE, dim)
     out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
-    epilogue, values, scales, rank = _epilogue(residual, dense, q)
+    epilogue, values, scales, rank = epilogue_of(residual, dense, q)
     minus = out if dense is None else dense if dense.stride(-1) == 1 else dense.contiguous()
     order = groups.expanded(batch, heads)
+
+    # `fixed` takes the exponentials relative to a fixed reference, `online` keeps a running maximum.
+    kernel = "sparse" if precision == "half" else "sparse_low"
+    online = launch(f"{kernel}_online", width, capability)
+    fixed = launch(kernel, width, capability) if q.dtype == torch.bfloat16 else None
+    # With all ends in one kernel ptxas keeps the products of Hopper from overlapping.
+    fixed_end = epilogue if precision == "half" or card(capability) == "hopper" else ANY
+    online_end = epilogue if fixed is None and precision == "half" else ANY
+
     if isinstance(tail, int) and tail not in CELL_SIZES:
-        tail = pool_cells(k, v, selection.cells, tail)
+        tail = pool_cells(k if precision == "half" else k.float(), v, selection.cells, tail)
     size = tail.size if isinstance(tail, PooledTail) else tail
     cells = 0 if size is None else ceil_div(keys, size)
-
-    wide = ceil_div(selection.most + cells + tile, 16) * 16
-    parts = GROUP_SIZE // how.queries
-    per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * block_d
+    past = max(how.tile for how in (online, fixed) if how)  # lists are read a tile past their end
+    wide = ceil_div(selection.most + cells + past, 16) * 16
+    parts = GROUP_SIZE // online.queries
+    per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * width
+    per_head += 0 if precision == "half" else length * width
     for b in range(batch):
-        for some in _heads_at_once(heads, per_head, device):
-            rows = gather_rows(k[b], v[b], selection.cells, some, size, (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None)
+        pooled = (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None
+        for some in heads_at_once(heads, per_head, device):
+            if precision == "half":
+                queries, rows = q[b], gather_rows(k[b], v[b], selection.cells, some, size, pooled)
+            else:
+                queries = quantise_queries(q[b], some, precision)
+                rows, mean = gather_quantised(k[b], v[b], selection.cells, some, size, pooled, precision)
             numbers, bias = _expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
             again = torch.full((programs,), int(fixed is None), dtype=torch.int32, device=device)
             arguments = {
-                "q": q[b], "rows": rows, "out": out[b], "lse": out if lse is None else lse[b], "order": order[b], "numbers": numbers,
+                "q": queries, "rows": rows, "out": out[b], "lse": bias if lse is None else lse[b], "order": order[b], "numbers": numbers,
                 "counts": selection.counts[b], "bias": bias, "values": values if residual is None else values[b],
                 "scales": scales if residual is None else scales[b], "dense": minus[b], "again": again,
-                "q_h": q.stride(1), "q_s": q.stride(2), "rows_h": rows.stride(0), "out_h": out.stride(1), "out_s": out.stride(2),
-                "dense_h": minus.stride(1), "dense_s": minus.stride(2), "order_h": order.stride(1), "first": some.start,
-                "groups": groups.count, "length": length, "wide": wide, "cells": cells, "scale": scale * LOG2_E.value, "rank": rank,
-                "with_lse": int(with_lse),
+                "q_h": queries.stride(0), "q_s": queries.stride(1), "rows_h": rows.stride(0), "out_h": out.stride(1),
+                "out_s": out.stride(2), "dense_h": minus.stride(1), "dense_s": minus.stride(2), "order_h": order.stride(1),
+                "first": some.start, "groups": groups.count, "length": length, "wide": wide, "cells": cells,
+                "scale": scale * LOG2_E.value, "rank": rank, "with_lse": int(with_lse), "programs": programs, "epilogue": epilogue,
             }  # fmt: skip
             if fixed is not None:
-                fixed(programs, epilogue, arguments)
+                attend[(programs,)](**arguments, **_constants(fixed, q, width, fixed_end, False))
             grid = programs if fixed is None else min(programs, AGAIN_PROGRAMS)
-            attend[(grid,)](**arguments, programs=programs, **_constants(how, q, epilogue, True))
+            attend[(grid,)](**arguments, **_constants(online, q, width, online_end, True))
+            if with_lse and precision != "half":  # that of the keys as they came
+                for h, m in zip(range(some.start, some.stop), mean, strict=True):
+                    lse[b, h] += (q[b, h].float() * m[:dim]).sum(1) * scale
     return out, lse
 
 
-def _constants(how: Launch, q: Tensor, epilogue: int, online: bool) -> dict:
+def _constants(how: Launch, q: Tensor, width: int, epilogue: int, online: bool) -> dict:
     """Compile-time arguments of `attend` and options of its launch."""
     dim, capability = q.shape[3], Geometry.of(q, q).capability
-    constants = {"D": dim, "BLOCK_D": padded(dim), "M": how.queries, "N": how.tile, "STAGES": how.stages, "EPILOGUE": epilogue}
+    constants = {"D": dim, "BLOCK_D": width, "M": how.queries, "N": how.tile, "STAGES": how.stages, "EPILOGUE": epilogue}
     return constants | {"ONLINE": online, "FENCE": needs_fence(capability)} | how.options
-
-
-def _epilogue(residual: Residual | None, dense: Tensor | None, unused: Tensor) -> tuple[int, Tensor, Tensor, int]:
-    """Number in EPILOGUES, payload tensors and rank."""
-    if residual is None:
-        return EPILOGUES["none" if dense is None else "difference"], unused, unused, 1
-    values, *scales = residual.payload
-    scales = scales[0] if scales else values
-    rank = rank_of(residual.format)
-    if rank is not None:
-        return EPILOGUES["rank"], values, scales, values.shape[-1]
-    return EPILOGUES[residual.format], values.view(torch.uint8) if residual.format == "fp8" else values, scales, 1
-
-
-def _heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    budget = min(SCRATCH_MOST, max(SCRATCH_LEAST, int(total * SCRATCH_SHARE)))
-    launches = ceil_div(heads, max(1, budget // bytes_each))
-    step = ceil_div(heads, launches)
-    for start in range(0, heads, step):
-        yield slice(start, min(heads, start + step))
 
 
 def _expanded(selection: KeySelection, b: int, some: slice, wide: int, size: int | None) -> tuple[Tensor, Tensor]:

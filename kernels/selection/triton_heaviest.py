@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -44,6 +44,16 @@ class Piece(NamedTuple):
     programs: range
     rows: range
     heads: range
+
+
+class Masses(Protocol):
+    """A mass kernel with its arguments. groups_each: of one program; key_bytes: of one head's keys, laid out."""
+
+    groups_each: int
+    key_bytes: int
+
+    def compute(self, piece: Piece, out: Tensor) -> None:
+        """Masses of the units of some rows, (rows, width); columns past the units are left as they are."""
 
 
 def pieces(choice: Choice, groups_each: int, key_bytes: int) -> Iterator[tuple[Piece, Tensor]]:
@@ -124,14 +134,24 @@ class Choice:
     def is_everything(self) -> bool:
         return self.budget == self.free
 
-    def choose_everything(self, with_mass: Tensor) -> None:
-        """Fills the whole selection with every unit. with_mass (B, H, G) bool: groups that have any mass to retain."""
+    def everything(self, lse: Tensor, groups: QueryGroups) -> KeySelection:
+        """Every unit for every group; groups without a query whose lse (B, H, Sq) is above -inf have no mass to retain."""
         selection = self.selection
         selection.bits.fill_(-1)
         if self.units % WORD:
             selection.bits[..., -1] = (1 << self.units % WORD) - 1
         selection.counts.fill_(len(selection.cells))
-        selection.retained.copy_(with_mass)
+        members = groups.expanded(*lse.shape[:2]).long()
+        with_mass = (lse > float("-inf")).gather(2, members.clamp(min=0)) & (members >= 0)
+        selection.retained.copy_(with_mass.unflatten(2, (groups.count, -1)).any(-1))
+        return selection
+
+    def heaviest(self, masses: Masses) -> KeySelection:
+        """The heaviest units of every group."""
+        for piece, memory in pieces(self, masses.groups_each, masses.key_bytes):
+            masses.compute(piece, memory)
+            self.choose(piece.rows, memory)
+        return self.selection
 
     def choose(self, rows: range, masses: Tensor) -> None:
         """Fills the selection of `rows` by masses (len(rows), row_width(units)) float32 of the units in cell order."""

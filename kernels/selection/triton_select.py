@@ -13,7 +13,7 @@ from ..launch import Launch, card, launch
 from ..pooling.triton_pool import gather_into
 from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
 from ..triton_support import NAME, half, operand, padded
-from .triton_heaviest import Choice, Piece, pieces
+from .triton_heaviest import Choice, Piece
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -41,25 +41,13 @@ def select_keys(
 ) -> KeySelection:
     choice = Choice.of(q, k, groups, density, cells, granularity, kept)
     if choice.is_everything:
-        choice.choose_everything(_with_mass(lse, groups))
-        return choice.selection
-    masses = Masses.of(q, k, lse, groups, cells, granularity, scale)
-    for piece, scratch in pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes):
-        masses.compute(piece, scratch)
-        choice.choose(piece.rows, scratch)
-    return choice.selection
-
-
-def _with_mass(lse: Tensor, groups: QueryGroups) -> Tensor:
-    """Groups (B, H, G) that hold a query whose lse is not -inf, bool."""
-    members = groups.expanded(*lse.shape[:2]).long()
-    counts = (lse > float("-inf")).gather(2, members.clamp(min=0)) & (members >= 0)
-    return counts.view(*lse.shape[:2], groups.count, GROUP_SIZE).any(-1)
+        return choice.everything(lse, groups)
+    return choice.heaviest(Masses.of(q, k, lse, groups, cells, granularity, scale))
 
 
 @dataclass(frozen=True, eq=False)
 class Masses:
-    """Arguments of the mass kernel, made once per call."""
+    """As triton_heaviest.Masses, made once per call."""
 
     q: Tensor
     k: Tensor
@@ -84,12 +72,14 @@ class Masses:
         return cls(q, k, lse, members, cells, GRANULARITIES[granularity], scale, parameters, described(capability))
 
     @property
+    def groups_each(self) -> int:
+        return self.launch.queries // GROUP_SIZE
+
+    @property
     def key_bytes(self) -> int:
-        """Of one head's keys, laid out."""
         return self.k.shape[2] * padded(self.k.shape[3]) * self.k.element_size()
 
     def compute(self, piece: Piece, out: Tensor) -> None:
-        """Masses of the units of some rows, (rows, width); columns past the units are left as they are."""
         keys = laid_out(self.k, self.cells, piece.heads)
         self.launch_kernel(piece, keys, out)
 

@@ -105,6 +105,26 @@ def unknown_keyword():
     return lab.brief(p) | {"seen": set(seen) == {5}, "rel": lab.rel(out, FRESH)}
 
 
+def low_precision():
+    """int8 throughout, then with a host that rules it out from the fifth forward on, as some models do at some calls."""
+    n = [0]
+
+    def forbid(executor, *args, **kwargs):
+        n[0] += 1
+        override = args[5]["optimized_attention_override"]
+        if n[0] > 4:
+            args[5]["optimized_attention_override"] = lambda func, *a, **k: override(func, *a, low_precision_attention=False, **k)
+        return executor(*args, **kwargs)
+
+    p = patch(MODEL, precision="int8")
+    rel = lab.rel(sample(p), FRESH)
+    q = p.clone()
+    q.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", forbid)
+    sample(q)
+    asked = ("counts", "precision", "precisions", "precision_reasons", "backends")
+    return {"rel": rel} | {name: {k: r[k] for k in asked} for name, r in zip(("allowed", "forbidden"), lab.reports(p), strict=True)}
+
+
 def caches():
     seen = {}
     for name in ("EasyCacheNode", "LazyCacheNode"):

@@ -38,6 +38,16 @@ def test_unknown_keywords_reach_the_dense_path(scene):
     assert seen["seen"] and seen["counts"] == COUNTS and seen["rel"] <= 1e-6
 
 
+def test_low_precision_where_the_host_allows_it(scene):
+    seen = scene("low_precision")
+    allowed, forbidden = seen["allowed"], seen["forbidden"]
+    assert 0 < seen["rel"] < 0.05 and allowed["counts"] == COUNTS and allowed["precision"] == "int8"
+    assert (allowed["precisions"], allowed["precision_reasons"], allowed["backends"]) == ({"int8": 14}, {}, {"reference": 14})
+    # Step 0 is dense, 1 the anchor, 2 and 3 reuse it. At 4 its state is of no use, and 5 anchors by the schedule, so 4 is dense.
+    assert forbidden["counts"] == {"dense": 4, "anchor": 4, "reuse": 12} and forbidden["precisions"] == {"int8": 4, "bf16": 8}
+    assert forbidden["precision_reasons"] == {"the model rules low precision out": 8}
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("node", ["EasyCacheNode", "LazyCacheNode"])
 def test_step_caches(scene, node, order):

@@ -109,7 +109,7 @@ def test_patch_node_declares_its_inputs_in_the_fixed_order(server):
     node = server.node("MCSparsePatchModel")
     assert node["display_name"] == "MC-Sparse Patch Model" and node["category"] == "MC-Sparse" and node["output"] == ["MODEL"]
     required = ["model", "preset", "density", "tail", "grouping", "granularity", "residual", "min_tokens", "backend", "verbose"]
-    assert node["input_order"] == {"required": required, "optional": ["schedule"]}
+    assert node["input_order"] == {"required": required, "optional": ["schedule", "precision"]}
     inputs = node["input"]["required"] | node["input"]["optional"]
     assert all(len(v[1].get("tooltip", "")) > 30 for v in inputs.values())
     density = inputs["density"][1]
@@ -149,6 +149,16 @@ def test_demo_workflow_twice(server):
     assert "84 reuse, 24 anchor, 12 dense of 120" in third["outputs"]["8"]["text"][0]
 
 
+def test_precision_and_workflows_from_before_it(server):
+    workflow = demo(seed=8)
+    workflow["3"]["inputs"]["precision"] = "int8"
+    text = server.run(workflow)["outputs"]["8"]["text"][0]
+    assert "42 reuse, 12 anchor, 6 dense of 60" in text and "backend auto (reference), precision int8\n" in text
+    del workflow["3"]["inputs"]["precision"]
+    text = server.run(workflow)["outputs"]["8"]["text"][0]
+    assert "42 reuse, 12 anchor, 6 dense of 60" in text and "precision auto (bf16)\n" in text
+
+
 def test_stats_of_a_cached_run_say_so(server):
     server.run(demo(seed=3))
     workflow = demo(seed=3)
@@ -166,8 +176,11 @@ def test_two_samplers_in_one_prompt(server):
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("density", 0.03, "outside 0.05 to 1.00"), ("preset", "fastest", "few-step"), ("tail", "48", "128"), ("min_tokens", 100, "min")],
-)
+    [
+        ("density", 0.03, "outside 0.05 to 1.00"), ("preset", "fastest", "few-step"), ("tail", "48", "128"), ("precision", "int4", "fp8"),
+        ("min_tokens", 100, "min"),
+    ],
+)  # fmt: skip
 def test_bad_values_are_refused(server, name, value, words):
     workflow = demo()
     workflow["3"]["inputs"][name] = value

@@ -181,6 +181,22 @@ def test_frontend_loads_it_unchanged_and_converts_it(name, page, nodes):
     assert converted == as_prompt(WORKFLOWS[name], nodes)
 
 
+def test_frontend_loads_a_workflow_from_before_precision(page, nodes):
+    workflow = json.loads(json.dumps(WORKFLOWS["mc-sparse-demo"]))
+    (ours,) = (n for n in workflow["nodes"] if n["type"] == "MCSparsePatchModel")
+    ours["inputs"] = [i for i in ours["inputs"] if i["name"] != "precision"]
+    assert ours["widgets_values"].pop() == ours["widgets_values_named"].pop("precision") == "auto"
+    changed = {"min_tokens": 2048, "backend": "reference", "verbose": True}
+    ours["widgets_values"][-3:] = changed.values()
+    ours["widgets_values_named"] |= changed
+    converted = page.evaluate(
+        "async workflow => { await window.app.loadGraphData(workflow); return (await window.app.graphToPrompt()).output }", workflow
+    )
+    inputs = converted[str(ours["id"])]["inputs"]
+    expected = changed | {"precision": "auto", "preset": "auto", "residual": "auto"}
+    assert {name: inputs[name] for name in expected} == expected
+
+
 def test_demo_runs(server, nodes):
     prompt = as_prompt(WORKFLOWS["mc-sparse-demo"], nodes)
     by_type = {n["class_type"]: i for i, n in prompt.items()}

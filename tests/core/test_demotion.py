@@ -22,12 +22,13 @@ TOKENS = 3 * 19 * 23
 
 @pytest.fixture
 def only(monkeypatch):
-    """only(function): sparse attention has the one backend "frail", which computes it with function."""
+    """only(function, precisions): sparse attention has the one backend "frail", which computes it with function, in precisions."""
     monkeypatch.setattr(registry, "_verified", set())
     monkeypatch.setattr(registry, "_demoted", {})
 
-    def register(function):
+    def register(function, precisions=("half",)):
         module = ModuleType("mc_sparse.kernels._frail")
+        module.PRECISIONS = precisions
         module.NAME, module.why_not, module.token_sparse_attention = "frail", lambda geometry: None, function
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(registry._CANDIDATES, "token_sparse_attention", (Candidate("frail", "._frail"),))
@@ -37,9 +38,10 @@ def only(monkeypatch):
     registry.load.cache_clear()
 
 
-def sample(backend="auto", steps=6, rows=1):
+def sample(backend="auto", steps=6, rows=1, **changes):
     """Runs 6 steps: dense, anchor, then reuse, as long as there is a backend. Returns the report and each step's output."""
-    plan = SparsePlan("custom", density=0.2, residual="bf16", min_tokens=1024, schedule=Schedule(Span(steps=2)), backend=backend)
+    schedule = Schedule(Span(steps=2))
+    plan = SparsePlan("custom", density=0.2, residual="bf16", min_tokens=1024, schedule=schedule, backend=backend, **changes)
     sigmas = [1 - i / steps for i in range(steps + 1)]
     run = SparseRun(plan, sigmas, [1 - s for s in sigmas])
     q, k, v = torch.randn(3, rows, 2, TOKENS, 32, generator=torch.Generator().manual_seed(0))
@@ -106,3 +108,36 @@ def test_out_of_memory_passes_through(only):
     with pytest.raises(torch.cuda.OutOfMemoryError):
         sample()
     assert registry.demotions() == ()
+
+
+@pytest.mark.parametrize("backend", ["auto", "frail"])
+def test_a_precision_that_no_backend_has_is_half_for_a_reason(only, backend):
+    only(reference.token_sparse_attention)
+    report, outputs = sample(backend, precision="int8")
+    expected, as_half = sample(backend)
+    assert report["counts"] == expected["counts"] and all(map(torch.equal, outputs, as_half))
+    assert report["precisions"] == {"bf16": 4} and report["backends"] == {"frail": 4}
+    ((reason, count),) = report["precision_reasons"].items()
+    assert count == 4 and "no int8 here" in reason and "frail: does not compute in int8" in reason
+    text = report_text(report)
+    assert f"backend {'auto (frail)' if backend == 'auto' else 'frail'}, precision int8 (bf16)" in text
+    assert text.count("sparse in bf16 because: no int8 here") == 1 and expected["precision_reasons"] == {}
+
+
+@pytest.mark.parametrize("backend", ["auto", "frail"])
+def test_states_of_a_demoted_precision_die(only, backend):
+    """The int8 kernel fails at step 3; that call is dense, and step 4 anchors anew in half precision, also where the backend is named."""
+    ran = []
+
+    def third_int8_fails(*args):
+        ran.append(args[10] if len(args) > 10 else "half")
+        if ran == ["int8"] * 3:
+            raise RuntimeError("no kernel image is available")
+        return reference.token_sparse_attention(*args)
+
+    only(third_int8_fails, ("half", "int8"))
+    report, _ = sample(backend, precision="int8")
+    assert ran == ["int8", "int8", "int8", "half", "half"]  # anchor, reuse, failure; anchor, reuse
+    assert report["counts"] == {"dense": 2, "anchor": 2, "reuse": 2} and report["precisions"] == {"int8": 1, "bf16": 1}
+    ((reason, count),) = report["precision_reasons"].items()
+    assert count == 1 and "was demoted: RuntimeError: no kernel image is available" in reason

@@ -52,6 +52,16 @@ def test_counts_closeness_and_restored_processors(transformer, dense):
         assert torch.equal(denoise(transformer), dense)
 
 
+def test_precision_of_the_plan_is_used(transformer, dense):
+    errors = {}
+    for precision in ("bf16", "fp8"):
+        with torch.inference_mode(), sparsify(transformer, plan(precision=precision), SIGMAS, PROGRESS) as run:
+            errors[precision] = ((denoise(transformer, run) - dense).norm() / dense.norm()).item()
+            report = run.close()
+        assert report["precisions"] == {precision: 12} and report["precision_reasons"] == {}
+    assert errors["bf16"] != errors["fp8"] < 0.2
+
+
 def test_density_one_without_residual_is_dense(transformer, dense):
     with torch.inference_mode(), sparsify(transformer, plan(density=1.0, residual="off"), SIGMAS, PROGRESS) as run:
         assert ((denoise(transformer, run) - dense).norm() / dense.norm()).item() < 1e-4

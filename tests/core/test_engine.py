@@ -2,6 +2,7 @@
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mc_sparse.mcsparse_core.engine import attend, why_dense, why_not_self_atten
 from mc_sparse.mcsparse_core.plan import SparsePlan
 from mc_sparse.mcsparse_core.run import SparseRun
 from mc_sparse.mcsparse_core.schedule import Schedule, Span
+from mc_sparse.mcsparse_core.stats import report_text
 
 GRID = (3, 19, 23)  # 1311 tokens
 TOKENS = GRID[0] * GRID[1] * GRID[2]
@@ -104,6 +106,36 @@ def test_density_one_without_residual_is_dense():
     outputs = sample(new_run(plan(density=1.0, residual="off")), lambda s: tensors(seed=s))
     for step, out in enumerate(outputs):
         assert relative(out, F.scaled_dot_product_attention(*tensors(seed=step))) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_low_precision_errs_and_the_residual_makes_up_for_it(precision):
+    fixed = tensors()
+    dense = F.scaled_dot_product_attention(*fixed)
+    errors = {}
+    for asked in ("bf16", precision):
+        for residual in ("off", "bf16"):
+            run = new_run(plan(precision=asked, density=1.0, residual=residual))
+            errors[asked, residual] = relative(sample(run, lambda _: fixed)[-1], dense)
+            assert run.stats.precisions == {asked: 4} and run.stats.backends == {"reference": 4} and not run.stats.precision_reasons
+    assert errors["bf16", "off"] < 1e-5 < 1e-3 < errors[precision, "off"]
+    assert errors[precision, "bf16"] < 1e-3  # unchanged inputs: only the residual's rounding is left
+
+
+@pytest.mark.parametrize("allowed", [(True, False), (False, True)])
+def test_a_change_of_precision_anchors_anew(allowed):
+    """At step 4 of 7 the host changes its mind about low precision: the state of steps 1 to 3 is of no use to it."""
+    run = new_run(plan(precision="int8"), steps=7)
+    fixed = tensors()
+    for step, sigma in enumerate(run.sigmas[:-1]):
+        run.begin_evaluation(sigma)
+        run.begin_forward((("u", 0),), 1)
+        out = attend(run, replace(call_of(run, *fixed), low_precision=allowed[step >= 4]))
+    assert [what for what, _ in run.stats.timeline.values()] == ["dense", "anchor", "reuse", "reuse", "anchor", "reuse", "reuse"]
+    assert relative(out, F.scaled_dot_product_attention(*fixed)) < 0.021
+    report = run.close()
+    assert report["precisions"] == {"int8": 2, "bf16": 2} and report["precision_reasons"] == {"the model rules low precision out": 2}
+    assert "sparse in bf16 because: the model rules low precision out 2" in report_text(report)
 
 
 def test_batched_split_reordered_and_alternating_branches_agree():

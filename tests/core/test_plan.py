@@ -49,6 +49,8 @@ def test_auto_turns_to_few_step_by_the_whole_schedules_length():
         ({"schedule": "every 5"}, "schedule is a str; connect the output of MC-Sparse Schedule"),
         ({"min_tokens": 512}, "min_tokens is 512; the least is 1024"),
         ({"backend": "magic"}, "backend is 'magic'; allowed: auto, reference"),
+        ({"precision": "int4"}, "precision is 'int4'; allowed: auto, bf16, int8, fp8"),
+        ({"precision": None}, "precision is None"),
         ({"density": "0.2"}, "density is '0.2', of type str; it must be a number"),
         ({"density": True}, "density is True, of type bool"),
         ({"tail": 64.0}, "tail is 64.0; allowed"),
@@ -72,7 +74,9 @@ def test_custom_takes_its_density_from_the_widget_or_a_curve():
 def test_a_plan_is_frozen_and_summarised_in_plain_values():
     import json
 
-    plan = SparsePlan("quality", density=0.2)
+    plan = SparsePlan("quality", density=0.2, precision="int8")
     with pytest.raises(AttributeError):
         plan.density = 0.3
-    assert json.loads(json.dumps(plan.summary()))["density"] == 0.2
+    summary = json.loads(json.dumps(plan.summary()))
+    assert summary["density"] == 0.2 and summary["precision"] == "int8"
+    assert plan.recipe(30) == SparsePlan("quality", density=0.2).recipe(30)  # precision is no part of a recipe

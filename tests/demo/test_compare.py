@@ -1,6 +1,7 @@
 """The demo end to end on a small clip: counts, files, and the page in a real browser."""
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,10 +39,19 @@ def test_counts_equal_the_hand_computed_schedule(made):
     ]  # fmt: skip
 
 
+def test_precision_is_that_of_ours_alone():
+    usual, low = compare.methods("auto"), compare.methods("auto", "int8")
+    assert [m.plan and m.plan.precision for m in usual] == [None, None, "bf16", "bf16", "auto", "auto"]
+    assert low[:4] == usual[:4]
+    for before, method in zip(usual[4:], low[4:], strict=True):
+        assert method.plan == replace(before.plan, precision="int8") and method.name == f"{before.name} int8"
+
+
 def test_metrics_file(made):
     out, found, _ = made
     assert json.loads((out / "metrics.json").read_text()) == found
     dense, *sparse = found["runs"]
+    assert found["precision"] == "auto" and dense["precisions"] == {} and sparse[-1]["precisions"] == {"bf16": 42}
     assert dense["psnr_db"] is None and dense["ssim"] is None and dense["realised_density"] == 1
     for run in sparse:
         assert 15 < run["psnr_db"] < 70 and 0.5 < run["ssim"] < 1 and 0 < run["retained_mass"] < 1 and run["dit_seconds"] > 0

@@ -11,6 +11,7 @@ from mc_sparse.kernels import Geometry
 from mc_sparse.kernels.attention import cute_sm90
 
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
+SPARSE = [name for name in NAMES if name.startswith("sparse")]
 SIZES = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
 HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
 
@@ -36,11 +37,15 @@ def dumped():
     return dumped
 
 
-def test_every_dtype_and_head_dim_has_its_cubin_and_no_other_is_shipped():
-    assert sorted(cute_sm90.CHOSEN.values()) == NAMES
-    for (dtype, dim), name in cute_sm90.CHOSEN.items():
-        variant = facts(name)["variant"]
-        assert (variant["dtype"], variant["dim"]) == ({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], dim)
+def test_every_dtype_and_head_dim_has_its_cubins_and_no_other_is_shipped():
+    assert sorted(name for cubins in cute_sm90.CHOSEN.values() for name in filter(None, cubins)) == NAMES
+    for (dtype, dim, precision), cubins in cute_sm90.CHOSEN.items():
+        rows, fixed, online, *others = [facts(name)["variant"] for name in filter(None, cubins)]
+        short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        assert {(v["dtype"], v["dim"]) for v in (rows, fixed, online, *others)} == {(short, dim)}
+        assert (fixed["online"], online["online"]) == (False, True) and fixed["qk"] == online["qk"] == precision
+        assert [v["what"] for v in (rows, *others)] == (["rows"] if precision == "half" else ["rows_int8", "sums", "queries_int8"])
+    assert sum(path.stat().st_size for path in cute_sm90.CUBINS.iterdir()) < 3 << 19
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,16 +54,34 @@ def test_cubin_is_of_the_sources_beside_it(name, builder):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_registers_are_spilled_and_the_fast_instructions_are_there(name, dumped):
+def test_no_registers_are_spilled(name, dumped):
     assert re.search(r"STACK:(\d+)", dumped(name, "--dump-resource-usage"))[1] == "0"
+    assert not re.search(r"\b(STL|LDL)\b", dumped(name, "--dump-sass"))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_fast_instructions_of_attention_are_there(name, dumped):
     sass, variant = dumped(name, "--dump-sass"), facts(name)["variant"]
-    assert not re.search(r"\b(STL|LDL)\b", sass)
-    # Products of the first tile, of a plain and of a biased step, each in steps of 16; the last values once more.
-    assert len(re.findall(rf"HGMMA\.64x{variant['tile']}x16.*RZ, !UPT", sass)) == 3
-    assert len(re.findall(r"HGMMA", sass)) == 3 * (variant["dim"] + variant["tile"]) // 16
-    # 128 threads copy 16 bytes each: K of the first tile, K and V of a step, V of the last tile, and Q.
-    assert len(re.findall(r"LDGSTS\S*\.128\b", sass)) == variant["dim"] // 8 * (4 * variant["tile"] + 128) // 128
+    tile, dim, int8 = variant["tile"], variant["dim"], variant["qk"] == "int8"
+    # Products of the first tile, of a plain and of a biased step, in steps of 16 or, int8, 32; the last values once more; 16 factor rows.
+    shape = f"IGMMA.64x{tile}x32" if int8 else f"HGMMA.64x{tile}x16"
+    assert len(re.findall(rf"{re.escape(shape)}.*RZ, !UPT", sass)) == 3
+    assert len(re.findall(r"[HI]GMMA\.", sass)) == 3 * dim // (32 if int8 else 16) + 3 * tile // 16 + 1
+    # 96 threads copy 16 bytes each, consecutive rows: K of the first tile, K and V of a step, V of the last tile, the queries and 16 factor
+    # rows. The first warp may take more rows of a tile.
+    most = tile - 2 * (tile // 48 * 16)
+    pieces, qk_pieces = dim // 8, dim // (16 if int8 else 8)
+    queries = -(-128 * qk_pieces // 96 // 4) * 4
+    copies = 2 * most * (qk_pieces + pieces) // 32 + queries + -(-16 * pieces // 96)
+    assert len(re.findall(r"LDGSTS\S*\.128\b", sass)) == copies
     assert "USETMAXREG.DEALLOC" in sass and "USETMAXREG.TRY_ALLOC" in sass
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SPARSE)))
+def test_rows_move_in_pieces_of_16_bytes(name, dumped):
+    sass = dumped(name, "--dump-sass")
+    assert re.search(r"LDG\S*\.128\b", sass) and re.search(r"STG\S*\.128\b", sass)
+    assert not re.search(r"\b(LDG|STG)\S*\.(U16|U8|S16|S8)\b", sass)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,6 +109,8 @@ def test_shared_memory_fits():
         ({"device_type": "cpu", "capability": None}, "compute capability 9.0"),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"head_dim": 96}, "head dims 64 and 128"),
+        ({"head_dim": 64, "precision": "int8"}, "head dim 128 for products in int8"),
+        ({"precision": "fp8"}, "products in fp8"),
     ],
 )
 def test_why_not_names_what_is_missing(changed, reason):

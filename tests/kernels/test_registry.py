@@ -343,7 +343,6 @@ def test_a_failure_on_a_later_call_is_a_demotion_too(register):
     "error",
     [
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate"), MemoryError(), KeyboardInterrupt(), SystemExit(),
-        RuntimeError("Triton Error [CUDA]: out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
     ],
 )  # fmt: skip
 def test_no_memory_and_interrupts_pass_through(register, error):
@@ -355,6 +354,22 @@ def test_no_memory_and_interrupts_pass_through(register, error):
         with pytest.raises(type(error)) as raised:
             dense_attention(*make_qkv(), backend=request)
         assert raised.value is error
+    assert registry.demotions() == ()
+
+
+NO_MEMORY = ("Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", 'torch_call_dispatcher( "aten::new_empty"')
+
+
+@pytest.mark.parametrize("text", NO_MEMORY)
+def test_hosts_know_no_memory_by_its_class(register, text):
+    def fail(*args):
+        raise RuntimeError(text)
+
+    register("dense_attention", "heavy", fail)
+    for request in ("auto", "heavy"):
+        with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
+            dense_attention(*make_qkv(), backend=request)
+        assert str(raised.value.__cause__) == text
     assert registry.demotions() == ()
 
 
@@ -474,7 +489,7 @@ def test_broken_packages_are_reasons(tmp_path, line, reason):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(line + "\n")
     out = answers(tmp_path)
-    kernels = ("select_keys", "triton"), ("token_sparse_attention", "hopper")
+    kernels = ("select_keys", "triton"), ("token_sparse_attention", "triton")
     for op, name in (*kernels, ("dense_attention", "fa3"), ("dense_attention", "fa4"), ("dense_attention", "flash-attn")):
         (found,) = [text for text in out.splitlines() if text.startswith(f"{op} (9, 0) {name} ")]
         assert any(part in found for part in reason.split("|")), found
@@ -484,7 +499,8 @@ def test_broken_packages_are_reasons(tmp_path, line, reason):
 def test_no_triton_is_a_reason(tmp_path):
     out = answers(tmp_path, "sys.modules['triton'] = None")
     assert "select_keys (9, 0) triton import of triton halted" in out
-    assert "token_sparse_attention (9, 0) hopper import of triton halted" in out and "Triton: does not load (ModuleNotFoundError" in out
+    assert "token_sparse_attention (9, 0) triton import of triton halted" in out and "Triton: does not load (ModuleNotFoundError" in out
+    assert "token_sparse_attention (9, 0) hopper None" in out
 
 
 def test_an_old_triton_is_a_reason(tmp_path):
@@ -499,7 +515,7 @@ def test_an_old_triton_is_a_reason(tmp_path):
     text += "\ndef jit(fn=None, *, do_not_specialize=None):\n    return fn or jit\n"  # it knows fewer options
     (tmp_path / "triton" / "__init__.py").write_text(text)
     out = answers(tmp_path)
-    for name in ("select_keys (9, 0) triton", "token_sparse_attention (8, 6) triton", "token_sparse_attention (9, 0) hopper"):
+    for name in ("select_keys (9, 0) triton", "token_sparse_attention (8, 6) triton", "token_sparse_attention (9, 0) triton"):
         assert f"{name} needs Triton 3.2 or newer, this is 3.1.0" in out
     assert "Triton: 3.1.0, compiled kernels in" in out
 

@@ -60,6 +60,13 @@ def test_mask_is_seen_wherever_it_stands():
     assert read((q, q, q, H, mask), {}).has_mask and read((q, q, q), {"heads": H, "mask": mask}).has_mask
 
 
+def test_low_precision_is_ruled_out_by_false_alone():
+    q = packed()
+    assert not read((q, q, q, H), {"low_precision_attention": False}).low_precision
+    for said in ({}, {"low_precision_attention": True}, {"low_precision_attention": None}):
+        assert read((q, q, q, H), said).low_precision
+
+
 def test_given_scale():
     q = packed()
     assert read((q, q, q, H), {"scale": 0.25}).scale == 0.25 and read((q, q, q, H), {"scale": None}).scale == D**-0.5

@@ -1,4 +1,6 @@
 """The override against a host made of plain functions: what goes where, with which branch and site."""
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,6 +116,16 @@ def test_mask_stays_dense():
     out = host.attend(1, S, S, 0, mask=torch.zeros(S, S))
     assert host.run.stats.reasons == {"attention mask": 1}
     torch.testing.assert_close(out, host.attend(1, S, S, 0))  # the zero mask changes nothing, and this one is eligible again
+
+
+def test_the_host_can_rule_low_precision_out_call_by_call():
+    host = Host(replace(PLAN, precision="int8"))
+    for _ in range(3):
+        host.next()
+        host.forward()
+        host.attend(1, S, S, 2, low_precision_attention=False)  # a third block
+    assert host.counts == {"anchor": 3, "reuse": 6} and host.run.stats.precisions == {"int8": 4, "bf16": 2}
+    assert host.run.stats.precision_reasons == {"the model rules low precision out": 2}
 
 
 def test_unexpected_token_count_stays_dense_and_is_said_once():
