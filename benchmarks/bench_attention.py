@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="some of random,clustered,fp16,sizes,demo: what is measured, all by default")
     args = parser.parse_args()
     only, data = re.compile(args.only), set(args.data.split(",")) - {""}
-    rounds = 3 if args.quick else 7
+    rounds = 3 if args.quick else 5
     bf16, fp16 = torch.bfloat16, torch.float16
     plain = [(d, t, "token", "random", None, "half") for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
     low = [(d, 64, "token", "random", None, precision) for d in (0.10, 0.15) for precision in ("int8", "fp8")]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD_START = 10_000_000  # clocks
 PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-4", "flash-attn", "comfy-kitchen", "sageattention", "flash-kmeans", "flash-colreduce")
 
 
@@ -27,10 +26,11 @@ class Time(NamedTuple):
     spread: float
 
 
-def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 7, warmup: int = 2) -> dict[str, Time]:
-    """Times by CUDA events, one run of every case per round, so that clocks and heat are shared.
+def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> dict[str, Time]:
+    """Times by CUDA events, one timed run of every case per round, so that clocks and heat are shared.
 
-    Each round begins with a GPU that is kept busy for some milliseconds: else the first case alone would pay for the host's launching.
+    Right before it the case runs once untimed: the clock that the power limit leaves is then its own, not that of the case before (dense
+    attention holds an H200 at 1500 MHz, and what follows it is slower for a while), and its launches do not wait for the host.
     """
     for _ in range(warmup):
         for case in cases.values():
@@ -39,9 +39,9 @@ def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 7, warmup:
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         spans = []
-        torch.cuda._sleep(HEAD_START)
         for name, case in cases.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            case()
             begin.record()
             case()
             end.record()

@@ -206,7 +206,7 @@ def _quantise_into(rows: Tensor, x: Tensor, v: Tensor, order: Tensor, mean: Tens
     block = max(CELL_SIZES)
     quantise_rows[(heads.stop - heads.start, ceil_div(length, block))](
         x, v, order, mean, rows, *x.stride()[:2], *v.stride()[:2], rows.stride(0), length, heads.start, size,
-        D=dim, BLOCK_D=mean.shape[1], BLOCK=block, ROW=rows.stride(1), num_warps=16,
+        D=dim, BLOCK_D=mean.shape[1], BLOCK=block, ROW=rows.stride(1), num_warps=max(4, block * mean.shape[1] // 4096),
     )  # fmt: skip
 
 

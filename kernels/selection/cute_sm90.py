@@ -21,18 +21,23 @@ from .triton_heaviest import Choice, Piece
 
 NAME = "hopper"
 CUBINS = Path(__file__).with_name("cubins")
-# Which cubin runs a dtype and head dim; with head dim 64 Triton's kernel is the faster one (benchmarks/ladder/hopper_mass.md).
-CHOSEN = {(torch.bfloat16, 128): "mass_bf16_d128_s4", (torch.float16, 128): "mass_fp16_d128_s4"}
+# Which cubin runs a dtype and head dim.
+CHOSEN = {
+    (torch.bfloat16, 128): "mass_bf16_d128_s4",
+    (torch.float16, 128): "mass_fp16_d128_s4",
+    (torch.bfloat16, 64): "mass_bf16_d64_s8",
+    (torch.float16, 64): "mass_fp16_d64_s8",
+}
 GROUPS = 2  # of a program
 TILE = 128  # keys
 
 
 def why_not(geometry: Geometry) -> str | None:
-    """None when the Hopper kernel can run this geometry: sm_90, 16-bit, head dim 128, and Triton for the choice."""
+    """None when the Hopper kernel can run this geometry: sm_90, 16-bit, head dim 64 or 128, and Triton for the choice."""
     if geometry.device_type != "cuda" or geometry.capability != (9, 0):
         return "is compiled for Hopper GPUs (compute capability 9.0)"
     if (geometry.dtype, geometry.head_dim) not in CHOSEN:
-        return f"takes bfloat16 and float16 with head dim 128, not {geometry.dtype} with {geometry.head_dim}"
+        return f"takes bfloat16 and float16 with head dims 64 and 128, not {geometry.dtype} with {geometry.head_dim}"
     name = CHOSEN[geometry.dtype, geometry.head_dim]
     if not (CUBINS / f"{name}.cubin").exists():
         return f"lacks its compiled kernel {name}.cubin"

@@ -94,7 +94,7 @@ class Variant:
         return {"queries": 0, "keys": keys, "minus": minus, "barriers": barriers, "total": barriers + 16 * self.stages}
 
 
-SHIPPED = (Variant("bf16"), Variant("fp16"))
+SHIPPED = (Variant("bf16"), Variant("fp16"), Variant("bf16", 64, 8), Variant("fp16", 64, 8))
 
 
 # --- single instructions -------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_shared_memory_fits():
         ({"capability": (8, 0)}, "compute capability 9.0"),
         ({"device_type": "cpu", "capability": None}, "compute capability 9.0"),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"head_dim": 64}, "head dim 128, not"),
+        ({"head_dim": 96}, "head dims 64 and 128, not"),
     ],
 )
 def test_why_not_names_what_is_missing(changed, reason):

@@ -28,9 +28,9 @@ def test_tiles_are_permuted_by_pieces(dim, layout):
 @pytest.mark.skipif(INTERPRETED, reason="its products are for a Hopper GPU")
 @pytest.mark.parametrize("granularity", ["token", "cell32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("length, keys", [(129, 500), (300, 131), (1000, 3000), (3000, 1000)])
-def test_selection_on_hopper(length, keys, dtype, granularity):
-    dim = 128
+def test_selection_on_hopper(length, keys, dim, dtype, granularity):
     q = make_qkv(2, 3, length, dim, kind="clustered", dtype=dtype, device=DEVICE, layout="bshd", nan_slack=3, seed=1)[0]
     k = make_qkv(2, 3, keys, dim, kind="clustered", dtype=dtype, device=DEVICE, layout="bshd", nan_slack=3, seed=2)[1]
     if cute_sm90.why_not(Geometry.of(q, k)) is not None:
