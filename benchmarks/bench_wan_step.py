@@ -3,8 +3,8 @@
     python benchmarks/bench_wan_step.py [--size 14b] [--layers 10] [--latent 21 90 160] [--preset auto] [--density 0.1] [--out FILE]
 
 The model has Wan's sizes and random weights, so that nothing is downloaded; its layers are alike, and --layers takes the first few of
-them. "plain" is diffusers as it is (PyTorch's attention); dense, anchor and reuse are steps of one `sparsify` run, dense with the
-fastest exact attention that is installed. `run_seconds` adds the steps of a whole run up: it was not run.
+them. "plain" is diffusers as it is, with PyTorch's attention; dense, anchor and reuse are steps of one `sparsify` run, of which dense
+ones keep that attention. `run_seconds` adds the steps of a whole run up: it was not run.
 """
 from __future__ import annotations
 

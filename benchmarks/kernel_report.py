@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+NOTES = {"fa3": " dense", "fa4 pages of 1": " (4 heads; of the work of 40)"}  # to names of others
 BEGIN, END = "<!-- kernels: begin (benchmarks/kernel_report.py) -->\n", "<!-- kernels: end -->\n"
 
 
@@ -29,24 +30,30 @@ def percent(share: float | None) -> str:
 
 
 def shown(row: dict) -> bool:
-    """Whether README shows a row of the attention: at the largest size all of others' and ours with a tail, elsewhere density 0.15."""
-    if "density" not in row:
-        return row["S"] == 75600 and row["dtype"] == "bfloat16" and (row["selection"] == "random" or "fa3" not in row["backend"])
+    """Whether README shows a row of the attention: at the largest size others' and ours with a tail, elsewhere density 0.15."""
     largest = row["S"] == 75600 and row["dtype"] == "bfloat16"
+    if "density" not in row:
+        low = row["backend"].startswith(("sol_attn", "comfy_kitchen", "sageattention"))
+        return largest and (row["selection"] == "random" or low)
+    if row["precision"] != "half":
+        return largest and (row["residual"] == "rank-8" or row["density"] == 0.15)
+    if row["selection"] == "demo":
+        return row["residual"] == "rank-8"
     return row["selection"] != "random" or (row["tail"] > 0 and (largest or row["density"] == 0.15))
 
 
 def attention_lines(rows: list[dict]) -> list[str]:
     """error: of the arithmetic, against float32 with the same selection; from dense: of what is left out too, where data are not random."""
     columns = "attention (ours: a whole reuse call)", "tokens x heads x dim", "density + tail", "ms", "dense (FA3) ms", "efficiency"
-    lines = [f"| {' | '.join((*columns, 'error', 'from dense'))} |", "|---" * 8 + "|"]
+    lines = [f"| {' | '.join((*columns, 'error', 'from dense, without a residual'))} |", "|---" * 8 + "|"]
     for r in filter(shown, rows):
         if "density" in r:
             computed = r["dtype"] if r["precision"] == "half" else r["precision"]
             name = f"{r['backend']}, {computed}, {r['selection']}, {r['grouping']} groups, {r['granularity']}, residual {r['residual']}"
             keys = f"{r['density']:.2f}" + (f" + {r['executed'] - r['realised_density']:.3f}" if r["tail"] else "")
         else:
-            name, keys = r["backend"] + " dense" * (r["backend"] == "fa3"), f"{r['executed']:.3f}"
+            name, keys = r["backend"] + NOTES.get(r["backend"].split(" 0.")[0], ""), f"{r['executed']:.3f}"
+            name += f", {r['selection']}" * (r["executed"] < 1)
         error = percent(r["error"] if "density" in r or r["executed"] == 1 else None)
         from_dense = percent(r["dense_error"] if r["selection"] != "random" else None)
         speed = f"{r['ms']:.2f} | {r['fa3_ms']:.1f} | {r['efficiency']:.2f}"
@@ -55,11 +62,11 @@ def attention_lines(rows: list[dict]) -> list[str]:
 
 
 def selection_lines(rows: list[dict]) -> list[str]:
-    """Rows on clustered data; those on random data differ by the noise of their times."""
+    """Rows on clustered data, by tokens at most sizes; those on random data differ by the noise of their times."""
     lines = ["| selection | tokens x heads x dim | density | ms | of dense (FA3) | extra memory GB | agreement |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in rows:
-        if r["kind"] != "clustered":
+        if r["kind"] != "clustered" or (r["S"] != 75600 and r.get("granularity") == "cell32"):
             continue
         name = f"{r['backend']}, {r['mode']}" + (f", {r['granularity']}" if "granularity" in r else "")
         density = f"{r['density']:.2f}" if "density" in r else ""
@@ -79,12 +86,25 @@ def grouping_lines(rows: list[dict]) -> list[str]:
     return lines
 
 
+def wan_lines(rows: list[dict]) -> list[str]:
+    """Seconds of a step; the run's are sums of its steps."""
+    lines = ["| model step | preset | plain s | dense s | anchor s | reuse s | steps dense / anchor / reuse | run against plain |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for r in rows:
+        name = f"{r['model']}, {r['layers']} of {r['of_layers']} layers, {r['tokens']} tokens"
+        steps = " | ".join(f"{r[kind]:.2f}" for kind in ("plain", "dense", "anchor", "reuse"))
+        counts = " / ".join(str(r["run_steps"][kind]) for kind in ("dense", "anchor", "reuse"))
+        lines.append(f"| {name} | {r['preset']} | {steps} | {counts} | {r['run_seconds_plain'] / r['run_seconds']:.2f}x |")
+    return lines
+
+
 def table() -> str:
-    parts = {what: newest(what) for what in ("attention", "selection", "grouping")}
+    makers = {"attention": attention_lines, "selection": selection_lines, "grouping": grouping_lines, "wan-step": wan_lines}
+    parts = {what: newest(what) for what in makers}
     facts = parts["attention"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = [f"{facts['gpu']}, {facts['date']}; {versions}.", ""]
-    for what, make in (("attention", attention_lines), ("selection", selection_lines), ("grouping", grouping_lines)):
+    for what, make in makers.items():
         lines += [*make(parts[what]["rows"]), ""]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ def test_readme_holds_the_newest_results(report):
     assert report.with_table(readme) == readme, "run python benchmarks/kernel_report.py --write"
 
 
-@pytest.mark.parametrize("what", ["attention", "selection", "grouping"])
+@pytest.mark.parametrize("what", ["attention", "selection", "grouping", "wan-step"])
 def test_results_say_where_they_are_from(report, what):
     results = report.newest(what)
     assert results["gpu"] and results["versions"]["torch"] and results["versions"]["triton"]

@@ -6,16 +6,13 @@ the range of its exponentials, of which there are hardly ever any. In int8 two m
 """
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import cubin
 from ..dtypes import half
 from ..pooling.reference import pool_cells
 from ..quantise import quantised
@@ -54,8 +51,6 @@ CHOSEN = {
 }
 LOG2_E = 1.4426950408889634
 PLACES = 128  # that a warp of the passes before attention takes
-_TYPES = {"p": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def why_not(geometry: Geometry) -> str | None:
@@ -66,65 +61,11 @@ def why_not(geometry: Geometry) -> str | None:
     if chosen is None:
         dims = "head dims 64 and 128" if geometry.precision == "half" else f"head dim 128 for products in {geometry.precision}"
         return f"takes bfloat16 and float16 with {dims}, not {geometry.dtype} with {geometry.head_dim}"
-    for name in filter(None, chosen):
-        if not (CUBINS / f"{name}.cubin").exists():
-            return f"lacks its compiled kernel {name}.cubin"
-    try:
-        _driver()
-    except OSError as error:
-        return f"cannot load the CUDA driver's library: {error}"
-    return None
+    return cubin.why_not(CUBINS / name for name in chosen if name)
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{what}: {(text.value or b'unknown error').decode()} ({code})")
-
-
-class Kernel:
-    """One cubin, loaded into the current CUDA context. facts: the JSON file beside it."""
-
-    def __init__(self, name: str):
-        self.facts = json.loads((CUBINS / f"{name}.json").read_text(encoding="utf-8"))
-        image = (CUBINS / f"{name}.cubin").read_bytes()
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), image), f"loading {name}")
-        entry = self.facts["entry"].encode()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, entry), f"finding {entry.decode()}")
-        size = ctypes.c_int(self.facts["shared"])
-        _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, size), f"shared memory of {name}")
-
-    def launch(self, programs: int, stream: int, **values: int | float | Tensor) -> None:
-        """values by the names in `facts`; tensors stand for their addresses."""
-        boxes = []
-        for name, kind in self.facts["parameters"]:
-            value = values.pop(name)
-            boxes.append(_TYPES[kind](value.data_ptr() if isinstance(value, Tensor) else value))
-        if values:
-            raise TypeError(f"{self.facts['entry']} has no parameters {', '.join(values)}")
-        addresses = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
-        grid, block = (programs, 1, 1), (self.facts["threads"], 1, 1)
-        shared, stream = ctypes.c_uint(self.facts["shared"]), ctypes.c_void_p(stream)
-        _check(_driver().cuLaunchKernel(self._function, *grid, *block, shared, stream, addresses, None), f"launching {self.facts['entry']}")
-
-
-@cache
-def kernel(name: str, device: int) -> Kernel:
-    """Loaded once for each device, whose context must be current."""
-    return Kernel(name)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, copied if a row of it does not begin at a multiple of 16 bytes."""
-    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+def _kernel(name: str, device: torch.device) -> cubin.Kernel:
+    return cubin.kernel(CUBINS / name, device.index)
 
 
 def token_sparse_attention(
@@ -132,11 +73,11 @@ def token_sparse_attention(
     residual: Residual | None, scale: float, with_lse: bool, dense: Tensor | None, precision: str = "half",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As the reference. Heads are computed some at a time, so that laid-out rows take bounded memory."""
-    q, k, v = _aligned(half(q)), _aligned(half(k)), _aligned(half(v))
+    q, k, v = cubin.aligned(half(q)), cubin.aligned(half(k)), cubin.aligned(half(v))
     (batch, heads, length, dim), keys, device = q.shape, k.shape[2], q.device
     int8 = precision == "int8"
     chosen = CHOSEN[q.dtype, dim, precision]
-    lay_out, fixed, online = (kernel(name, device.index) for name in (chosen.rows, chosen.fixed, chosen.online))
+    lay_out, fixed, online = (_kernel(name, device) for name in (chosen.rows, chosen.fixed, chosen.online))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
 
@@ -144,7 +85,7 @@ def token_sparse_attention(
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device) if with_lse else None
     epilogue, values, scales, rank = epilogue_of(residual, dense, q)
     values, scales = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (values, scales))
-    minus = out if dense is None else _aligned(half(dense))
+    minus = out if dense is None else cubin.aligned(half(dense))
     order = groups.expanded(batch, heads)
     if isinstance(tail, int) and tail not in CELL_SIZES:
         tail = pool_cells(k.float() if int8 else k, v, selection.cells, tail)
@@ -161,8 +102,8 @@ def token_sparse_attention(
             rows = q.new_empty((here, keys + cells, width))
             queries, mean = q[b, some], rows
             if int8:
-                mean = _mean(kernel(chosen.sums, device.index), k[b, some], stream)
-                queries = _codes(kernel(chosen.queries, device.index), queries, stream)
+                mean = _mean(_kernel(chosen.sums, device), k[b, some], stream)
+                queries = _codes(_kernel(chosen.queries, device), queries, stream)
             parts = _parts(lay_out, here, keys)
             lay_out.launch(
                 parts, stream, k=k[b, some], v=v[b, some], order=selection.cells.order, mean=mean, rows=rows,
@@ -191,12 +132,12 @@ def token_sparse_attention(
     return out, lse
 
 
-def _parts(one: Kernel, heads: int, length: int) -> int:
+def _parts(one: cubin.Kernel, heads: int, length: int) -> int:
     """Programs of a pass before attention."""
     return heads * ceil_div(length, PLACES * one.facts["variant"]["warps"])
 
 
-def _mean(sums_of: Kernel, k: Tensor, stream: int) -> Tensor:
+def _mean(sums_of: cubin.Kernel, k: Tensor, stream: int) -> Tensor:
     """quantise.key_mean of k (H, S, D), (H, D)."""
     heads, length, dim = k.shape
     sums = torch.empty((heads, ceil_div(length, PLACES), dim), dtype=torch.float32, device=k.device)
@@ -205,7 +146,7 @@ def _mean(sums_of: Kernel, k: Tensor, stream: int) -> Tensor:
     return sums.sum(1) / length
 
 
-def _codes(codes_of: Kernel, q: Tensor, stream: int) -> Tensor:
+def _codes(codes_of: cubin.Kernel, q: Tensor, stream: int) -> Tensor:
     """q (H, S, D) in int8: rows of D codes, a float32 scale and zeros, as (H, S, (D + 16) / 2) of q's dtype."""
     heads, length, dim = q.shape
     rows = q.new_empty((heads, length, (dim + 16) // 2))

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import triton_support
-from ..attention.cute_sm90 import Kernel, _aligned, _driver, kernel
+from .. import cubin, triton_support
 from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups, ceil_div
 from .triton_heaviest import Choice, Piece
 
@@ -38,14 +37,7 @@ def why_not(geometry: Geometry) -> str | None:
         return "is compiled for Hopper GPUs (compute capability 9.0)"
     if (geometry.dtype, geometry.head_dim) not in CHOSEN:
         return f"takes bfloat16 and float16 with head dims 64 and 128, not {geometry.dtype} with {geometry.head_dim}"
-    name = CHOSEN[geometry.dtype, geometry.head_dim]
-    if not (CUBINS / f"{name}.cubin").exists():
-        return f"lacks its compiled kernel {name}.cubin"
-    try:
-        _driver()
-    except OSError as error:
-        return f"cannot load the CUDA driver's library: {error}"
-    return triton_support.why_not(geometry)
+    return cubin.why_not([CUBINS / CHOSEN[geometry.dtype, geometry.head_dim]]) or triton_support.why_not(geometry)
 
 
 def select_keys(
@@ -63,7 +55,7 @@ def select_keys(
 class Masses:
     """As triton_heaviest.Masses, made once per call."""
 
-    kernel: Kernel
+    kernel: cubin.Kernel
     q: Tensor  # (B, H, Sq, D)
     k: Tensor  # (B, H, Sk, D)
     lse: Tensor  # (B, H, Sq) float32, contiguous
@@ -74,9 +66,9 @@ class Masses:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, granularity: str, scale: float) -> Masses:
-        one = kernel(str(CUBINS / CHOSEN[q.dtype, q.shape[3]]), q.device.index)
+        one = cubin.kernel(CUBINS / CHOSEN[q.dtype, q.shape[3]], q.device.index)
         k = k if k.stride(3) == 1 else k.contiguous()
-        return cls(one, _aligned(q), k, lse.contiguous(), groups.expanded(*q.shape[:2]), cells, granularity, scale)
+        return cls(one, cubin.aligned(q), k, lse.contiguous(), groups.expanded(*q.shape[:2]), cells, granularity, scale)
 
     @property
     def groups_each(self) -> int:

@@ -451,10 +451,9 @@ def test_threads_check_a_class_once(register, monkeypatch):
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = """
 import torch
-from mc_sparse.kernels import Geometry, cell_order, dense_attention, group_queries, registry
-from mc_sparse.kernels.attention import cute_sm90
+from mc_sparse.kernels import Geometry, cell_order, cubin, dense_attention, group_queries, registry
 from mc_sparse.kernels.selection import select_keys_lagged
-cute_sm90._driver = lambda: None  # as if it were here
+cubin.driver = lambda: None  # as if it were here
 for op in registry.operations():
     for capability in (8, 6), (9, 0):
         for name, reason in registry.reasons(op, Geometry(1, 2, 300, 300, 64, torch.bfloat16, "cuda", capability)).items():
