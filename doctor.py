@@ -12,10 +12,10 @@ from . import __version__
 
 OPTIONAL = {  # distribution -> what it is for
     "triton": "kernels for NVIDIA cards from Ampere on",
-    "nvidia-cutlass-dsl": "only to rebuild the Hopper kernel, which is shipped",
-    "fa3-fwd": "the fastest dense steps on Hopper",
-    "flash-attn-4": "fast dense steps on Hopper and Blackwell",
-    "flash-attn": "fast dense steps",
+    "nvidia-cutlass-dsl": "only to rebuild the Hopper kernels, which are shipped",
+    "fa3-fwd": "the fastest anchors on Hopper",
+    "flash-attn-4": "fast anchors on Hopper and Blackwell",
+    "flash-attn": "fast anchors",
     "diffusers": "the demo, and the pack outside ComfyUI",
     "imageio": "the demo's GIF",
 }

@@ -18,8 +18,9 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 def why_not(cubins: Iterable[Path]) -> str | None:
     """None when these cubins (paths without ending) are there and the driver's library can be loaded."""
     for path in cubins:
-        if not path.with_suffix(".cubin").exists():
-            return f"lacks its compiled kernel {path.name}.cubin"
+        for part in (path.with_suffix(".cubin"), path.with_suffix(".json")):
+            if not part.exists():
+                return f"lacks its compiled kernel's {part.name}"
     try:
         driver()
     except OSError as error:
@@ -77,6 +78,6 @@ def kernel(path: Path, device: int) -> Kernel:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied if a row of it does not begin at a multiple of 16 bytes."""
-    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    """x, copied if its last dimension has gaps or a row of it does not begin at a multiple of 16 bytes."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -41,6 +41,7 @@ def quantised(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     reach = torch.where(reach.isfinite(), reach, torch.nan)
     empty = reach == 0
     per_unit = reach.new_full((), most) / reach  # a number over a tensor would be the tensor's reciprocal, rounded, times the number
+    per_unit = per_unit.clamp_max(torch.finfo(torch.float32).max)  # of numbers near the smallest
     over = (x * torch.where(empty, 1.0, per_unit)).nan_to_num(0.0).clamp(-most, most)
     codes = over.round().to(torch.int8) if precision == "int8" else over.to(torch.float8_e4m3fn)
     return codes, torch.where(empty, 1.0, reach / most)

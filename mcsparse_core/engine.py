@@ -21,7 +21,7 @@ from ..kernels.shapes import Geometry
 from .cache import AnchorState
 from .context import AttentionCall, BranchKey
 from .plan import SparsePlan
-from .precision import HALF, choose_precision, in_plan_words
+from .precision import choose_precision, in_plan_words
 from .run import SparseRun
 from .schedule import Action, Decision, decide
 
@@ -61,14 +61,15 @@ def attend(run: SparseRun, call: AttentionCall, reason: str | None = None) -> Te
             run.stats.count(run.step, call.site, Action.DENSE, reason)
         return None
     geometry = Geometry.of(call.q, call.k)
-    precision, why_half = choose_precision(run.plan.precision, geometry, run.family, call.low_precision, run.plan.backend)
+    wish = run.plan.precision, geometry, run.family, call.low_precision, run.plan.backend
+    precision, why_half = choose_precision(*wish)
     decisions = [_decide(run, call, branch, rows, precision) for branch, rows in call.branches]
     outputs = []
     if any(d.action is not Action.DENSE for d in decisions):
         try:
             outputs = [_branch(run, call, branch, rows, d, precision) for (branch, rows), d in zip(call.branches, decisions, strict=True)]
         except BackendUnavailable as error:  # the last backend of some operation was demoted during this call
-            if run.plan.backend != registry.AUTO and precision == HALF:
+            if run.plan.backend != registry.AUTO and choose_precision(*wish)[0] == precision:  # it was not for the precision
                 raise
             decisions = [Decision(Action.DENSE, registry.why_none(geometry) or str(error))] * len(decisions)
     for decision in decisions:

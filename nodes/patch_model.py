@@ -100,9 +100,9 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(
                     io.Combo.Input, "residual", options=list(RESIDUAL_NAMES), default=AUTO,
-                    tooltip="How the rest that sparse attention misses is kept between anchors. auto: the preset's own. bf16: exact, most "
-                    "memory (as much as one activation per block and conditioning). int4: under a third. rank-8: a twelfth. "
-                    "off: no memory, visible change.",
+                    tooltip="How the rest that sparse attention misses is kept between anchors. auto: the preset's own (paper: bf16, else "
+                    "the smallest form that stays close enough). bf16: exact, most memory (as much as one activation per block and "
+                    "conditioning). int4: about a third. rank-8: a twelfth. off: no memory, visible change.",
                 ),
                 declare(
                     io.Int.Input, "min_tokens", default=4096, min=MIN_TOKENS_FLOOR, max=1 << 24, step=256,
@@ -122,7 +122,7 @@ class MCSparsePatchModel(io.ComfyNode):
                 ),
                 declare(  # optional, hence the last widget: workflows that were saved before it load with its default
                     io.Combo.Input, "precision", options=list(PRECISIONS), default=AUTO, optional=True,
-                    tooltip="Numbers that sparse attention compares tokens in. auto: bf16, or less where that was measured to pay off. "
+                    tooltip="Numbers that sparse attention compares tokens in. auto: at present bf16 on every card. "
                     "bf16: the model's own 16 bits. int8: coarser, hardly less exact. fp8: coarser still, visibly less exact. Where the "
                     "card or the model does not allow it, bf16 is used and MC-Sparse Stats says so.",
                 ),

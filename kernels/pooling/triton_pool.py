@@ -72,7 +72,7 @@ def quantised(x, CODE: tl.constexpr):
     most = tl.zeros_like(reach) + (127.0 if INTEGER else 448.0)
     empty = reach == 0
     scale = tl.where(empty, 1.0, tl.div_rn(reach, most)) + tl.sum(x * 0, 1)  # NaN where the row holds NaN or infinity
-    over = x * tl.where(empty, 1.0, tl.div_rn(most, reach))[:, None]
+    over = x * tl.where(empty, 1.0, tl.minimum(tl.div_rn(most, reach), 3.4028234663852886e38))[:, None]
     if INTEGER:
         code = (over + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
     else:

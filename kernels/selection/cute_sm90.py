@@ -67,8 +67,7 @@ class Masses:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, granularity: str, scale: float) -> Masses:
         one = cubin.kernel(CUBINS / CHOSEN[q.dtype, q.shape[3]], q.device.index)
-        k = k if k.stride(3) == 1 else k.contiguous()
-        return cls(one, cubin.aligned(q), k, lse.contiguous(), groups.expanded(*q.shape[:2]), cells, granularity, scale)
+        return cls(one, cubin.aligned(q), cubin.aligned(k), lse.contiguous(), groups.expanded(*q.shape[:2]), cells, granularity, scale)
 
     @property
     def groups_each(self) -> int:

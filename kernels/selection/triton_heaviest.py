@@ -204,7 +204,7 @@ def _load(masses, always, at, past, units, width, KEPT: tl.constexpr):
     if past > units:
         bits = tl.where(at < units, mass.to(tl.int32, bitcast=True), -0x80000000)  # -0.0: no mass
         mass = bits.to(tl.float32, bitcast=True)
-    levels = mass.to(tl.int32, bitcast=True)
+    levels = tl.minimum(mass.to(tl.int32, bitcast=True), MOST - 1)  # NaN, too, is below what nothing reaches
     if KEPT:
         levels = tl.where(tl.load(always + at, mask=at < units, other=0) == 0, levels, -1)
     return mass, levels

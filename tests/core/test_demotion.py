@@ -141,3 +141,18 @@ def test_states_of_a_demoted_precision_die(only, backend):
     assert report["counts"] == {"dense": 2, "anchor": 2, "reuse": 2} and report["precisions"] == {"int8": 1, "bf16": 1}
     ((reason, count),) = report["precision_reasons"].items()
     assert count == 1 and "was demoted: RuntimeError: no kernel image is available" in reason
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_named_backend_raises_in_any_precision_where_another_operation_fails(only, monkeypatch, precision):
+    def fail(*args):
+        raise RuntimeError("no kernel image is available")
+
+    only(reference.token_sparse_attention, ("half", "int8"))
+    chooser = ModuleType("mc_sparse.kernels._chooser")
+    chooser.NAME, chooser.why_not, chooser.select_keys = "frail", lambda geometry: None, fail
+    monkeypatch.setitem(sys.modules, chooser.__name__, chooser)
+    candidates = Candidate("frail", "._chooser"), *registry._CANDIDATES["select_keys"]
+    monkeypatch.setitem(registry._CANDIDATES, "select_keys", candidates)
+    with pytest.raises(BackendUnavailable, match="select_keys"):
+        sample("frail", precision=precision)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mc_sparse.kernels import Geometry
+from mc_sparse.kernels import Geometry, cubin
 from mc_sparse.kernels.attention import cute_sm90
 
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
@@ -119,4 +119,12 @@ def test_why_not_names_what_is_missing(changed, reason):
 
 def test_a_missing_cubin_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(cute_sm90, "CUBINS", tmp_path)
-    assert "lacks its compiled kernel" in cute_sm90.why_not(HOPPER)
+    assert "lacks its compiled kernel's" in cute_sm90.why_not(HOPPER)
+
+
+def test_rows_with_gaps_or_off_16_bytes_are_copied():
+    x = torch.randn(1, 2, 40, 128).bfloat16()
+    assert cubin.aligned(x) is x
+    for view in (x[..., ::2], x[..., 4:68]):
+        copy = cubin.aligned(view)
+        assert torch.equal(copy, view) and copy.stride(-1) == 1 and copy.data_ptr() % 16 == 0

@@ -311,3 +311,9 @@ def test_a_log_sum_exp_of_smoothed_keys_is_found(precision):
     assert selfcheck.check(OP, (out, lse), args)
     with pytest.raises(Mismatch, match="log-sum-exps"):
         selfcheck.check(OP, (out, lse - q.float() @ key_mean(k[0, 0] + 1) * 32**-0.5), args)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_numbers_near_the_smallest_have_codes(precision):
+    codes, scale = quantised(torch.tensor([[1e-38, -5e-39, 2e-37, 0.0]]), precision)
+    assert bool(codes.float().isfinite().all()) and bool(scale.isfinite().all()) and codes.float()[0, 3] == 0

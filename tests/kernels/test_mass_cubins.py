@@ -105,4 +105,4 @@ def test_why_not_names_what_is_missing(changed, reason):
 
 def test_a_missing_cubin_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(cute_sm90, "CUBINS", tmp_path)
-    assert "lacks its compiled kernel" in cute_sm90.why_not(HOPPER)
+    assert "lacks its compiled kernel's" in cute_sm90.why_not(HOPPER)

@@ -392,3 +392,17 @@ def test_170_thousand_keys():
     for density in (0.05, 0.3):
         arguments = (q, k, exact_lse(q, k), groups, density, cells, "token", (), 128**-0.5)
         assert selfcheck.check("select_keys", triton_select.select_keys(*arguments), arguments)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.25, 0.9])
+def test_bits_are_as_many_as_counts_where_masses_are_nan(density):
+    """The NaN of NVIDIA GPUs is the largest of all patterns."""
+    keys = 512
+    k = torch.zeros((1, 1, keys, 16), dtype=torch.bfloat16, device=DEVICE)
+    groups = QueryGroups(torch.arange(256, dtype=torch.int32, device=DEVICE)[None, None], 256)
+    choice = triton_heaviest.Choice.of(k[:, :, :256], k, groups, density, cell_order(None, after=keys).to(DEVICE), "token", ())
+    masses = torch.rand(2, triton_heaviest.row_width(keys), device=DEVICE)
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    masses[0], masses[1, 3] = nan, nan
+    choice.choose(range(2), masses)
+    assert torch.equal(unpack_bits(choice.selection.bits, keys).sum(-1), choice.selection.counts)
