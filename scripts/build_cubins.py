@@ -15,6 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ATTENTION = Path(__file__).resolve().parents[1] / "kernels" / "attention"
@@ -35,54 +37,73 @@ def assemble(ptx: str, ptxas: str, dump: Path) -> bytes:
     return cubin.read_bytes()
 
 
-def build(variant, folder: Path, dump: Path, ptxas: str | None, suffix: str, keep_ptx: bool) -> None:
-    """variant: of one of SOURCES, imported."""
+def build(variant, parameters: tuple, launch, hashed: str, args: argparse.Namespace, dump: Path) -> None:
+    """One cubin and its facts into args.folder. parameters, launch: of the device source; hashed: what it is made from."""
     import cutlass
     from cutlass import Float32, Int32, Int64, cute
 
     kinds = {"p": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
-    arguments = tuple(kinds[kind](1) for _, kind in variant.parameters)
-    made = cute.compile(variant.kernel(variant).launch, arguments, Int32(1))
-    cubin = assemble(made.__ptx__, ptxas, dump) if ptxas else made.__cubin__
+    ones = tuple(kinds[kind](1) for _, kind in parameters)
+    made = cute.compile(launch, ones, Int32(1))
+    cubin = assemble(made.__ptx__, args.ptxas, dump) if args.ptxas else made.__cubin__
     (entry,) = [line for line in made.__ptx__.splitlines() if ".entry" in line]
     facts = {
         "entry": entry.split(".entry")[1].split("(")[0].strip(),
-        "parameters": variant.parameters,
+        "parameters": parameters,
         "threads": variant.threads,
         "shared": variant.shared,
         "variant": dataclasses.asdict(variant),
-        "hash": source_hash(dataclasses.asdict(variant)),
+        "hash": hashed,
         "cutlass_dsl": cutlass.__version__,
-        "ptxas": subprocess.check_output([ptxas, "--version"], text=True).split()[-1] if ptxas else "the compiler's own",
+        "ptxas": subprocess.check_output([args.ptxas, "--version"], text=True).split()[-1] if args.ptxas else "the compiler's own",
     }
-    name = variant.name + suffix
-    (folder / f"{name}.cubin").write_bytes(cubin)
-    (folder / f"{name}.json").write_text(json.dumps(facts) + "\n")
-    if keep_ptx:
-        (folder / f"{name}.ptx").write_text(made.__ptx__)
+    name = variant.name + args.suffix
+    (args.folder / f"{name}.cubin").write_bytes(cubin)
+    (args.folder / f"{name}.json").write_text(json.dumps(facts) + "\n")
+    if args.ptx:
+        (args.folder / f"{name}.ptx").write_text(made.__ptx__)
     print(name, len(cubin), "bytes")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=ATTENTION / "cubins")
-    parser.add_argument("--variant", action="append", help="fields of an attention Variant, to build instead of what ships: 'stages=1'")
-    parser.add_argument("--rows", action="append", help="the same of a pass before it: 'warps=1'")
+def arguments(description: str, folder: Path) -> argparse.ArgumentParser:
+    """Of the command line: what building any kernel takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--folder", type=Path, default=folder)
+    parser.add_argument("--variant", action="append", help="fields of a Variant, to build instead of what ships: 'stages=1'")
     parser.add_argument("--ptxas")
     parser.add_argument("--suffix", default="", help="appended to the names, to tell builds apart")
     parser.add_argument("--ptx", action="store_true", help="keep the PTX beside the cubins")
-    args = parser.parse_args()
+    return parser
+
+
+@contextmanager
+def compiler(*folders: Path) -> Iterator[Path]:
+    """The compiler set up for Hopper, and where it dumps. Device sources in `folders` can be imported, by themselves: the packages around
+    them would import torch."""
     with tempfile.TemporaryDirectory() as dump:
         os.environ |= {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "cubin,ptx", "CUTE_DSL_DUMP_DIR": dump}
-        sys.path.insert(0, str(ATTENTION))  # by itself: the package around it would import torch
+        sys.path[:0] = map(str, folders)
+        yield Path(dump)
+
+
+def variants(device, texts: list[str] | None) -> list:
+    """The Variants of a device source that are asked for by their fields."""
+    return [eval(f"Variant({text})", {"Variant": device.Variant}) for text in texts or ()]
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], ATTENTION / "cubins")
+    parser.add_argument("--rows", action="append", help="as --variant, of a pass before the attention: 'warps=1'")
+    args = parser.parse_args()
+    with compiler(ATTENTION) as dump:
         import cute_sm90_mainloop as attention
         import cute_sm90_rows as rows
 
         args.folder.mkdir(parents=True, exist_ok=True)
         for device, texts in ((attention, args.variant), (rows, args.rows)):
-            asked = [eval(f"Variant({text})", {"Variant": device.Variant}) for text in texts or ()]
-            for variant in asked if args.variant or args.rows else device.SHIPPED:
-                build(variant, args.folder, Path(dump), args.ptxas, args.suffix, args.ptx)
+            for variant in variants(device, texts) if args.variant or args.rows else device.SHIPPED:
+                hashed = source_hash(dataclasses.asdict(variant))
+                build(variant, variant.parameters, variant.kernel(variant).launch, hashed, args, dump)
 
 
 if __name__ == "__main__":

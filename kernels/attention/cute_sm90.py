@@ -19,7 +19,7 @@ from ..quantise import quantised
 from ..residual import Residual
 from ..selection.bits import WORD, unselected_in_cells
 from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
-from .passes import epilogue_of, heads_at_once
+from .passes import add_mean, epilogue_of, heads_at_once
 
 NAME = "hopper"
 PRECISIONS = ("half", "int8")
@@ -126,9 +126,8 @@ def token_sparse_attention(
                     cells=cells, size=size if counted else 0, rank=rank, epilogue=epilogue, with_lse=int(with_lse),
                     scale=scale * LOG2_E,
                 )  # fmt: skip
-            if with_lse and int8:  # that of the keys as they came
-                for h, m in zip(range(some.start, some.stop), mean, strict=True):
-                    lse[b, h] += (q[b, h].float() * m).sum(1) * scale
+            if with_lse and int8:
+                add_mean(lse[b, some], q[b, some], mean, scale)
     return out, lse
 
 

@@ -36,3 +36,9 @@ def heads_at_once(heads: int, bytes_each: int, device: torch.device) -> Iterator
     step = ceil_div(heads, launches)
     for start in range(0, heads, step):
         yield slice(start, min(heads, start + step))
+
+
+def add_mean(lse: Tensor, q: Tensor, mean: Tensor, scale: float) -> None:
+    """Turns the lse (H, S) of smoothed keys into that of the keys as they came, in place. q (H, S, D), mean (H, D or more) of the keys."""
+    for row, queries, m in zip(lse, q, mean, strict=True):
+        row += (queries.float() * m[: q.shape[2]]).sum(1) * scale

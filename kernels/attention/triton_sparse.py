@@ -24,7 +24,7 @@ from ..selection.bits import unselected_in_cells
 from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
 from ..triton_support import NAME, fence, half, needs_fence, operand, popcount
 from ..triton_support import why_not as why_not_triton
-from .passes import epilogue_of, heads_at_once
+from .passes import add_mean, epilogue_of, heads_at_once
 
 __all__ = ["NAME", "PRECISIONS", "token_sparse_attention", "why_not"]
 
@@ -338,9 +338,8 @@ def token_sparse_attention(
                 attend[(programs,)](**arguments, **_constants(fixed, q, width, fixed_end, False))
             grid = programs if fixed is None else min(programs, AGAIN_PROGRAMS)
             attend[(grid,)](**arguments, **_constants(online, q, width, online_end, True))
-            if with_lse and precision != "half":  # that of the keys as they came
-                for h, m in zip(range(some.start, some.stop), mean, strict=True):
-                    lse[b, h] += (q[b, h].float() * m[:dim]).sum(1) * scale
+            if with_lse and precision != "half":
+                add_mean(lse[b, some], q[b, some], mean, scale)
     return out, lse
 
 

@@ -1,6 +1,10 @@
 """The operations again, written as their definitions say, in float64 and without a thought for speed."""
+import json
 import math
 import os
+import re
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +22,33 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def dumped():
+    """dumped(file, option): what cuobjdump, which Triton carries, says about a cubin."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return lambda file, option: subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="session")
+def parameter_places(dumped):
+    """parameter_places(file): (ordinal, offset, size) of each parameter, as the cubin says and as the types in its facts lie."""
+    sizes = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
+
+    def parameter_places(file):
+        found = re.findall(r"Ordinal : (0x\w+)\s+Offset\s+: (0x\w+)\s+Size\s+: (0x\w+)", dumped(file, "--dump-elf"))
+        found = sorted(tuple(int(number, 16) for number in one) for one in found)
+        expected, offset = [], 0
+        for ordinal, (_, kind) in enumerate(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["parameters"]):
+            size = sizes[kind]
+            offset = -(-offset // size) * size
+            expected.append((ordinal, offset, size))
+            offset += size
+        return found, expected
+
+    return parameter_places
 
 
 def dense(q, k, v, scale=None):

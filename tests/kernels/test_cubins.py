@@ -1,8 +1,6 @@
 """The compiled Hopper kernels that are committed: made from the sources beside them, and what the compiler made of these."""
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,29 +10,20 @@ from mc_sparse.kernels.attention import cute_sm90
 
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
 SPARSE = [name for name in NAMES if name.startswith("sparse")]
-SIZES = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
 HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
 
 
+def file(name):
+    return cute_sm90.CUBINS / f"{name}.cubin"
+
+
 def facts(name):
-    return json.loads((cute_sm90.CUBINS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(file(name).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def builder(script):
     return script("scripts/build_cubins.py")
-
-
-@pytest.fixture(scope="module")
-def dumped():
-    """dumped(name, option): what cuobjdump, which Triton carries, says about a cubin."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-    def dumped(name, option):
-        return subprocess.run([tool, option, cute_sm90.CUBINS / f"{name}.cubin"], capture_output=True, text=True, check=True).stdout
-
-    return dumped
 
 
 def test_every_dtype_and_head_dim_has_its_cubins_and_no_other_is_shipped():
@@ -55,13 +44,13 @@ def test_cubin_is_of_the_sources_beside_it(name, builder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_registers_are_spilled(name, dumped):
-    assert re.search(r"STACK:(\d+)", dumped(name, "--dump-resource-usage"))[1] == "0"
-    assert not re.search(r"\b(STL|LDL)\b", dumped(name, "--dump-sass"))
+    assert re.search(r"STACK:(\d+)", dumped(file(name), "--dump-resource-usage"))[1] == "0"
+    assert not re.search(r"\b(STL|LDL)\b", dumped(file(name), "--dump-sass"))
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_fast_instructions_of_attention_are_there(name, dumped):
-    sass, variant = dumped(name, "--dump-sass"), facts(name)["variant"]
+    sass, variant = dumped(file(name), "--dump-sass"), facts(name)["variant"]
     tile, dim, int8 = variant["tile"], variant["dim"], variant["qk"] == "int8"
     # Products of the first tile, of a plain and of a biased step, in steps of 16 or, int8, 32; the last values once more; 16 factor rows.
     shape = f"IGMMA.64x{tile}x32" if int8 else f"HGMMA.64x{tile}x16"
@@ -79,21 +68,14 @@ def test_the_fast_instructions_of_attention_are_there(name, dumped):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SPARSE)))
 def test_rows_move_in_pieces_of_16_bytes(name, dumped):
-    sass = dumped(name, "--dump-sass")
+    sass = dumped(file(name), "--dump-sass")
     assert re.search(r"LDG\S*\.128\b", sass) and re.search(r"STG\S*\.128\b", sass)
     assert not re.search(r"\b(LDG|STG)\S*\.(U16|U8|S16|S8)\b", sass)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_lie_where_the_host_puts_them(name, dumped):
-    found = re.findall(r"Ordinal : (0x\w+)\s+Offset\s+: (0x\w+)\s+Size\s+: (0x\w+)", dumped(name, "--dump-elf"))
-    found = sorted(tuple(int(number, 16) for number in one) for one in found)
-    expected, offset = [], 0
-    for ordinal, (_, kind) in enumerate(facts(name)["parameters"]):
-        size = SIZES[kind]
-        offset = -(-offset // size) * size
-        expected.append((ordinal, offset, size))
-        offset += size
+def test_parameters_lie_where_the_host_puts_them(name, parameter_places):
+    found, expected = parameter_places(file(name))
     assert found == expected
 
 

@@ -1,41 +1,31 @@
 """The compiled Hopper kernels of selection that are committed: made from the sources beside them, and what the compiler made of these."""
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from mc_sparse.kernels import Geometry
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 from mc_sparse.kernels import triton_compile  # noqa: E402
 from mc_sparse.kernels.selection import cute_sm90  # noqa: E402
 
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
-SIZES = {"p": 8, "i64": 8, "i32": 4, "f32": 4}
 HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
 
 
+def file(name):
+    return cute_sm90.CUBINS / f"{name}.cubin"
+
+
 def facts(name):
-    return json.loads((cute_sm90.CUBINS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(file(name).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def builder(script):
     return script("scripts/build_mass_cubins.py")
-
-
-@pytest.fixture(scope="module")
-def dumped():
-    """dumped(name, option): what cuobjdump, which Triton carries, says about a cubin."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-    def dumped(name, option):
-        return subprocess.run([tool, option, cute_sm90.CUBINS / f"{name}.cubin"], capture_output=True, text=True, check=True).stdout
-
-    return dumped
 
 
 def test_every_dtype_and_head_dim_has_its_cubin_and_no_other_is_shipped():
@@ -53,8 +43,8 @@ def test_cubin_is_of_the_sources_beside_it(name, builder):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_turn_is_for_products_alone_and_no_registers_are_spilled(name, dumped):
     """From the wait for the turn to its passing on no exponentials; they follow the wait for the products."""
-    assert re.search(r"STACK:(\d+)", dumped(name, "--dump-resource-usage"))[1] == "0"
-    sass, dim = dumped(name, "--dump-sass"), facts(name)["variant"]["dim"]
+    assert re.search(r"STACK:(\d+)", dumped(file(name), "--dump-resource-usage"))[1] == "0"
+    sass, dim = dumped(file(name), "--dump-sass"), facts(name)["variant"]["dim"]
     assert not re.search(r"\b(STL|LDL)\b", sass)
     letters = {"BAR.SYNC.DEFER_BLOCKING R": "(", "HGMMA": "p", "BAR.ARV R": ")", "WARPGROUP.DEPBAR": "w", "MUFU.EX2": "e"}
     steps = "".join(letters[name] for name in re.findall("|".join(map(re.escape, letters)), sass))
@@ -63,19 +53,12 @@ def test_a_turn_is_for_products_alone_and_no_registers_are_spilled(name, dumped)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tile_is_one_copy(name, dumped):
-    assert len(re.findall(r"UBLKCP", dumped(name, "--dump-sass"))) == 1
+    assert len(re.findall(r"UBLKCP", dumped(file(name), "--dump-sass"))) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_lie_where_the_host_puts_them(name, dumped):
-    found = re.findall(r"Ordinal : (0x\w+)\s+Offset\s+: (0x\w+)\s+Size\s+: (0x\w+)", dumped(name, "--dump-elf"))
-    found = sorted(tuple(int(number, 16) for number in one) for one in found)
-    expected, offset = [], 0
-    for ordinal, (_, kind) in enumerate(facts(name)["parameters"]):
-        size = SIZES[kind]
-        offset = -(-offset // size) * size
-        expected.append((ordinal, offset, size))
-        offset += size
+def test_parameters_lie_where_the_host_puts_them(name, parameter_places):
+    found, expected = parameter_places(file(name))
     assert found == expected
 
 
