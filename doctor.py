@@ -12,7 +12,7 @@ from . import __version__
 
 OPTIONAL = {  # distribution -> what it is for
     "triton": "kernels for NVIDIA cards from Ampere on",
-    "nvidia-cutlass-dsl": "only to rebuild the Hopper kernels, which are shipped",
+    "nvidia-cutlass-dsl": "only to compile the Hopper kernels, which are shipped",
     "fa3-fwd": "the fastest anchors on Hopper",
     "flash-attn-4": "fast anchors on Hopper and Blackwell",
     "flash-attn": "fast anchors",
@@ -59,6 +59,7 @@ def main() -> int:
                     asked = replace(geometry, precision=precision)
                     print(_choice(f"{registry.SPARSE} in {precision}", registry.reasons(registry.SPARSE, asked)))
     print(f"\nTriton: {_triton()}")
+    print(f"Hopper kernels: {_hopper_kernels()}")
     print("\nOptional packages:")
     for name, purpose in OPTIONAL.items():
         print(f"  {name}: {_version(name)} ({purpose})")
@@ -84,7 +85,20 @@ def _triton() -> str:
             cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
         return f"{triton.__version__}, compiled kernels in {cache}"
     except Exception as e:  # a broken installation can raise anything
-        return f"does not load ({type(e).__name__}: {e})"
+        return (
+            f"does not load ({type(e).__name__}: {e}). On H100 and H200 queries are grouped and keys chosen with PyTorch: slower anchors. "
+            "Other NVIDIA cards stay dense."
+        )
+
+
+def _hopper_kernels() -> str:
+    """Whether they are compiled here."""
+    from .kernels import cubin_jit
+
+    why_not = cubin_jit.why_not()
+    if why_not is not None:
+        return f"as shipped, not compiled here: {why_not}"
+    return f"compiled here when first used ({cubin_jit.VARIABLE}), kept in {cubin_jit.folder()}"
 
 
 def _version(name: str) -> str:

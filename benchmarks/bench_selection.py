@@ -23,7 +23,7 @@ import torch
 from mc_sparse.kernels import cell_order, dense_attention, group_queries, key_budget, registry, select_keys, unpack_bits
 from mc_sparse.kernels.launch import Launch, launch
 from mc_sparse.kernels.registry import BackendUnavailable
-from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
+from mc_sparse.kernels.selection import heaviest, select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.selection.bits import popcount
 from mc_sparse.kernels.shapes import GROUP_SIZE, Geometry
 from mc_sparse.kernels.testing import make_qkv
@@ -188,7 +188,7 @@ def breakdown(q, k, lse, groups, cells, granularity: str) -> str:
     """Milliseconds of each part of one selection, in words."""
     choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, granularity, ())
     masses = triton_select.Masses.of(q, k, lse, groups, cells, granularity, q.shape[3] ** -0.5)
-    parts = list(triton_heaviest.pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes))
+    parts = list(heaviest.pieces(choice, masses.launch.queries // GROUP_SIZE, masses.key_bytes))
     piece, memory = parts[0]
     keys = triton_select.laid_out(k, cells, piece.heads)
     cases = {
@@ -238,7 +238,7 @@ def tune_case(q, k, lse, groups, cells, parameters: Launch | triton_heaviest.Lau
     if isinstance(parameters, Launch):
         choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
         mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", q.shape[3] ** -0.5, parameters)
-        parts = list(triton_heaviest.pieces(choice, parameters.queries // GROUP_SIZE, mass.key_bytes))
+        parts = list(heaviest.pieces(choice, parameters.queries // GROUP_SIZE, mass.key_bytes))
 
         def compute():
             for piece, memory in parts:
@@ -249,7 +249,7 @@ def tune_case(q, k, lse, groups, cells, parameters: Launch | triton_heaviest.Lau
     choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", (), parameters)
     rows = range(min(1584, choice.rows))
     if masses is None:
-        masses = torch.zeros(len(rows), triton_heaviest.row_width(k.shape[2]), device="cuda")
+        masses = torch.zeros(len(rows), heaviest.row_width(k.shape[2]), device="cuda")
 
     def choose():
         choice.choose(rows, masses)
@@ -288,7 +288,7 @@ def tune() -> list[dict]:
         if head_dim == 128:
             choice = triton_heaviest.Choice.of(q, k, groups, DENSITY, cells, "token", ())
             mass = triton_select.Masses.of(q, k, lse, groups, cells, "token", head_dim**-0.5)
-            piece, memory = next(triton_heaviest.pieces(choice, mass.launch.queries // GROUP_SIZE, mass.key_bytes))
+            piece, memory = next(heaviest.pieces(choice, mass.launch.queries // GROUP_SIZE, mass.key_bytes))
             mass.compute(piece, memory)
             expected = None
             for launches in choice_settings():

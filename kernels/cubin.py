@@ -1,4 +1,7 @@
-"""Kernels that ship compiled, as <name>.cubin with its facts in <name>.json beside it, launched by the CUDA driver alone."""
+"""Kernels that ship compiled, as <name>.cubin with its facts in <name>.json beside it, launched by the CUDA driver alone.
+
+On request they are compiled where they run instead (cubin_jit.py).
+"""
 from __future__ import annotations
 
 import ctypes
@@ -11,13 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import cubin_jit
+
 _TYPES = {"p": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def why_not(cubins: Iterable[Path]) -> str | None:
-    """None when these cubins (paths without ending) are there and the driver's library can be loaded."""
+    """None when these cubins (paths without ending) are there, or are made here, and the driver's library can be loaded."""
     for path in cubins:
+        if cubin_jit.makes(path.name):
+            continue
         for part in (path.with_suffix(".cubin"), path.with_suffix(".json")):
             if not part.exists():
                 return f"lacks its compiled kernel's {part.name}"
@@ -73,7 +80,12 @@ class Kernel:
 
 @cache
 def kernel(path: Path, device: int) -> Kernel:
-    """Loaded once for each device, whose context must be current."""
+    """Loaded once for each device, whose context must be current. Compiled here if that is asked for and works, else as it ships."""
+    if cubin_jit.makes(path.name):
+        try:
+            return Kernel(cubin_jit.compiled(path.name))
+        except Exception as error:  # the compiler is a large package, and the driver has a word, too
+            cubin_jit.gave_up(path.name, error)
     return Kernel(path)
 
 

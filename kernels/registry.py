@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from . import cubin_jit
 from .dtypes import exact
 from .quantise import PRECISIONS
 from .shapes import Geometry
@@ -61,7 +62,7 @@ class Demotion(NamedTuple):
     why: str
 
 
-# Fastest first. The reference comes last: `auto` takes it on the CPU only, by name it runs anywhere.
+# Fastest first. The reference comes last: `auto` takes it on the CPU, and of _PLAIN on CUDA devices too; by name it runs anywhere.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "group_queries": (Candidate("triton", ".grouping.triton_pddp"), Candidate(REFERENCE, ".grouping.reference")),
     "pool_cells": (Candidate("triton", ".pooling.triton_pool"), Candidate(REFERENCE, ".pooling.reference")),
@@ -84,6 +85,9 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         Candidate(REFERENCE, ".attention.reference"),
     ),
 }
+
+# Operations whose reference is a matter of some thousand launches on a GPU; they run at anchors only.
+_PLAIN = frozenset({"group_queries", "pool_cells"})
 
 # What was found out about backends on this machine, by _class. No tensors.
 _verified: set[tuple] = set()
@@ -187,9 +191,9 @@ def precisions(geometry: Geometry) -> dict[str, str | None]:
 
 
 def demotions() -> tuple[Demotion, ...]:
-    """What was demoted since the process began, oldest first."""
+    """What was demoted since the process began, oldest first; then the kernels that could not be compiled here (cubin_jit.py)."""
     with _lock:
-        return tuple(_demoted.values())
+        return *_demoted.values(), *(Demotion(name, "jit", "Hopper GPUs", why) for name, why in cubin_jit.failures.items())
 
 
 def _class(op: str, name: str, geometry: Geometry) -> tuple:
@@ -256,7 +260,8 @@ def _is_named(op: str, request: str) -> bool:
 
 
 def _why_not(op: str, candidate: Candidate, geometry: Geometry, by_name: bool) -> str | None:
-    if candidate.name == REFERENCE and not by_name and geometry.device_type != "cpu":
+    by_itself = geometry.device_type == "cpu" or (geometry.device_type == "cuda" and op in _PLAIN)
+    if candidate.name == REFERENCE and not by_name and not by_itself:
         return f"is too slow to be chosen by itself on {geometry.device_type}; ask for it by name"
     demotion = _demoted.get(_class(op, candidate.name, geometry))
     if demotion is not None:

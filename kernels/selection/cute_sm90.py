@@ -1,22 +1,25 @@
 """Exact selection with the masses by the Hopper kernel, which ships compiled (cute_sm90_mass.py, scripts/build_mass_cubins.py).
 
 Keys are laid out in cell order, in tiles as the kernel wants them in shared memory; it computes the masses of some rows, and the heaviest
-of these rows are chosen as by triton_select.py.
+of these rows are chosen as by triton_select.py. Both steps are in Triton where it can run, else in PyTorch.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from .. import cubin, triton_support
+from .. import cubin
+from ..registry import load
 from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups, ceil_div
-from .triton_heaviest import Choice, Piece
+from . import torch_steps
+from .heaviest import Piece
+from .torch_steps import TILE
 
 NAME = "hopper"
 CUBINS = Path(__file__).with_name("cubins")
@@ -28,16 +31,21 @@ CHOSEN = {
     (torch.float16, 64): "mass_fp16_d64_s8",
 }
 GROUPS = 2  # of a program
-TILE = 128  # keys
 
 
 def why_not(geometry: Geometry) -> str | None:
-    """None when the Hopper kernel can run this geometry: sm_90, 16-bit, head dim 64 or 128, and Triton for the choice."""
+    """None when the Hopper kernel can run this geometry: sm_90, 16-bit, head dim 64 or 128."""
     if geometry.device_type != "cuda" or geometry.capability != (9, 0):
         return "is compiled for Hopper GPUs (compute capability 9.0)"
     if (geometry.dtype, geometry.head_dim) not in CHOSEN:
         return f"takes bfloat16 and float16 with head dims 64 and 128, not {geometry.dtype} with {geometry.head_dim}"
-    return cubin.why_not([CUBINS / CHOSEN[geometry.dtype, geometry.head_dim]]) or triton_support.why_not(geometry)
+    return cubin.why_not([CUBINS / CHOSEN[geometry.dtype, geometry.head_dim]])
+
+
+def steps(geometry: Geometry) -> ModuleType:
+    """The module of the steps around the masses: Triton's where it can run, else PyTorch's."""
+    fast, _ = load(".selection.triton_steps")
+    return torch_steps if fast is None or fast.why_not(geometry) is not None else fast
 
 
 def select_keys(
@@ -45,15 +53,16 @@ def select_keys(
     cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...], scale: float,
 ) -> KeySelection:
     """As the reference."""
-    choice = Choice.of(q, k, groups, density, cells, granularity, kept)
+    around = steps(Geometry.of(q, k))
+    choice = around.Choice.of(q, k, groups, density, cells, granularity, kept)
     if choice.is_everything:
         return choice.everything(lse, groups)
-    return choice.heaviest(Masses.of(q, k, lse, groups, cells, granularity, scale))
+    return choice.heaviest(Masses.of(q, k, lse, groups, cells, granularity, scale, around.in_tiles))
 
 
 @dataclass(frozen=True, eq=False)
 class Masses:
-    """As triton_heaviest.Masses, made once per call."""
+    """As heaviest.Masses, made once per call."""
 
     kernel: cubin.Kernel
     q: Tensor  # (B, H, Sq, D)
@@ -63,11 +72,15 @@ class Masses:
     cells: CellOrder
     granularity: str
     scale: float
+    in_tiles: Callable[[Tensor, CellOrder, range], Tensor]  # of `steps`
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, granularity: str, scale: float) -> Masses:
-        one = cubin.kernel(CUBINS / CHOSEN[q.dtype, q.shape[3]], q.device.index)
-        return cls(one, cubin.aligned(q), cubin.aligned(k), lse.contiguous(), groups.expanded(*q.shape[:2]), cells, granularity, scale)
+    def of(
+        cls, q: Tensor, k: Tensor, lse: Tensor, groups: QueryGroups, cells: CellOrder, granularity: str, scale: float,
+        in_tiles: Callable[[Tensor, CellOrder, range], Tensor],
+    ) -> Masses:  # fmt: skip
+        one, members = cubin.kernel(CUBINS / CHOSEN[q.dtype, q.shape[3]], q.device.index), groups.expanded(*q.shape[:2])
+        return cls(one, cubin.aligned(q), cubin.aligned(k), lse.contiguous(), members, cells, granularity, scale, in_tiles)
 
     @property
     def groups_each(self) -> int:
@@ -78,7 +91,7 @@ class Masses:
         return ceil_div(self.k.shape[2], TILE) * TILE * self.k.shape[3] * self.k.element_size()
 
     def compute(self, piece: Piece, out: Tensor) -> None:
-        self.launch(piece, in_tiles(self.k, self.cells, piece.heads), out)
+        self.launch(piece, self.in_tiles(self.k, self.cells, piece.heads), out)
 
     def launch(self, piece: Piece, tiles: Tensor, out: Tensor) -> None:
         q, members = self.q, self.members
@@ -90,37 +103,3 @@ class Masses:
             groups=members.shape[2] // GROUP_SIZE, q_length=q.shape[2], k_length=self.k.shape[2], width=out.stride(0),
             in_cells=int(GRANULARITIES[self.granularity] > 1), scale=self.scale * math.log2(math.e),
         )  # fmt: skip
-
-
-def in_tiles(x: Tensor, cells: CellOrder, heads: range) -> Tensor:
-    """Rows of x (B, H, S, D), last stride 1, of some of the B * H heads in cell order: (heads, tiles, TILE * D), 0 past the end.
-
-    The order inside a tile is that of `swizzle`.
-    """
-    per_batch, length, dim = x.shape[1:]
-    tiles = x.new_empty(len(heads), ceil_div(length, TILE), TILE * dim)
-    for b in range(heads.start // per_batch, (heads.stop - 1) // per_batch + 1):
-        some = range(max(heads.start, b * per_batch), min(heads.stop, (b + 1) * per_batch))
-        part = tiles[some.start - heads.start : some.stop - heads.start]
-        swizzle[(len(some), tiles.shape[1])](
-            x[b], cells.order, part, *x.stride()[1:3], length, some.start - b * per_batch, D=dim, TILE=TILE
-        )
-    return tiles
-
-
-@triton.jit(do_not_specialize=["length", "first"], do_not_specialize_on_alignment=["order"])
-def swizzle(x, order, tiles, x_h, x_s, length, first, D: tl.constexpr, TILE: tl.constexpr):
-    """One tile of one head of x (H, S, D): TILE places of the cell order.
-
-    A tile is D / 64 blocks of 64 columns; in a block each row is 128 bytes, whose 16-byte pieces are permuted by (piece ^ row % 8).
-    """
-    here = tl.program_id(0).to(tl.int64)  # heads vary fastest: their rows are neighbours where the model keeps (B, S, H, D)
-    row = tl.arange(0, TILE)[:, None, None]
-    piece = tl.arange(0, D // 8)[None, :, None]
-    column = tl.arange(0, 8)[None, None, :]
-    place = tl.program_id(1) * TILE + row
-    live = place < length
-    token = tl.load(order + place, mask=live, other=0)
-    values = tl.load(x + (first + here) * x_h + token * x_s + piece * 8 + column, mask=live, other=0)
-    to = piece // 8 * (TILE * 64) + row * 64 + ((piece % 8) ^ (row % 8)) * 8 + column
-    tl.store(tiles + (here * tl.num_programs(1) + tl.program_id(1)) * (TILE * D) + to, values)

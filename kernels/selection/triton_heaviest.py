@@ -1,4 +1,4 @@
-"""The heaviest units (keys, or cells of 32) of rows of masses, as the bits, counts and retained mass of a KeySelection.
+"""The heaviest units of rows of masses in Triton, as the bits, counts and retained mass of a KeySelection.
 
 Three kernels: a sample of each row brackets its threshold between two masses; one pass over all rows writes the bits of what lies above
 and collects what lies between; the threshold is found among those exactly and their bits are added. A row whose bracket missed, or
@@ -7,9 +7,8 @@ holds more than fits as equal masses do, is searched by bisection over the whole
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,65 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, launch
-from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups, ceil_div, key_budget
+from ..shapes import GRANULARITIES, CellOrder, Geometry, QueryGroups, ceil_div
 from ..triton_support import INTERPRETED, popcount
-from .bits import WORD
-from .reference import _units_kept
+from . import heaviest
 
-SCRATCH_BYTES = 640 << 20  # masses, candidates and laid out keys that exist at one time
-# The mass kernels run 1, 2, 3 or 6 programs at once on a multiprocessor; pieces of this many for each leave none idle at their end.
-PROGRAMS_PER_MULTIPROCESSOR = 6
-ROW_MULTIPLE = 32  # rows of masses are padded to it, so that they begin at whole cache lines
 ROOM = 2  # candidates that a row can have, in samples
 SIGMAS = 4.5  # half width of the bracket in standard deviations of the sample's rank: 1 row in 150000 misses it
 SLACK = 1 / 8  # by how much of that the bracket may be wider, which saves steps of the search for it
 LONG = 20  # units for one in the sample, beyond which the sample is doubled so that the candidates fit (to 240000 units at any density)
 MOST = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-def row_width(units: int) -> int:
-    return ceil_div(units, ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-class Piece(NamedTuple):
-    """What one launch of a mass kernel covers: consecutive programs, rows (groups of all heads) and heads (of all batch rows)."""
-
-    programs: range
-    rows: range
-    heads: range
-
-
-class Masses(Protocol):
-    """A mass kernel with its arguments. groups_each: of one program; key_bytes: of one head's keys, laid out."""
-
-    groups_each: int
-    key_bytes: int
-
-    def compute(self, piece: Piece, out: Tensor) -> None:
-        """Masses of the units of some rows, (rows, width); columns past the units are left as they are."""
-
-
-def pieces(choice: Choice, groups_each: int, key_bytes: int) -> Iterator[tuple[Piece, Tensor]]:
-    """(piece, memory (its rows, row_width(units)) float32 for their masses) until all rows are covered; the memory is reused.
-
-    groups_each: of one head for one program; the last program of a head may have fewer. key_bytes: of one head's keys, laid out.
-    """
-    groups, heads = choice.selection.counts.shape[-1], choice.rows // choice.selection.counts.shape[-1]
-    programs_each, device = ceil_div(groups, groups_each), choice.selection.counts.device
-    width = row_width(choice.units)
-    row_bytes = 4 * width + 8 * choice.room + key_bytes // groups
-    at_once = max(1, SCRATCH_BYTES // (row_bytes * groups_each))
-    if device.type == "cuda":
-        full = PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-        at_once = at_once // full * full or at_once
-    programs = heads * programs_each
-    memory = torch.empty((min(choice.rows, at_once * groups_each), width), dtype=torch.float32, device=device)
-    for first in range(0, programs, at_once):
-        some = range(first, min(programs, first + at_once))
-        rows = range(*(p // programs_each * groups + p % programs_each * groups_each for p in (some.start, some.stop)))
-        piece = Piece(some, rows, range(some.start // programs_each, (some.stop - 1) // programs_each + 1))
-        yield piece, memory[: len(rows)]
 
 
 class Launches(NamedTuple):
@@ -87,43 +37,21 @@ class Launches(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """A KeySelection that is filled in rows; a row is one group of one head of one batch row, in that order."""
+class Choice(heaviest.Choice):
+    """As heaviest.Choice, in three kernels."""
 
-    selection: KeySelection
-    budget: int  # units to choose of those that are free
-    free: int
-    always: Tensor | None  # (units,) int8: 1 where the unit holds a kept key
     launches: Launches
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, groups: QueryGroups, density: float,
         cells: CellOrder, granularity: str, kept: tuple[tuple[int, int], ...], launches: Launches | None = None,
-    ) -> Choice:
-        per_bit = GRANULARITIES[granularity]
-        units = ceil_div(k.shape[2], per_bit)
-        shape = (*q.shape[:2], groups.count)
-        bits = torch.empty((*shape, ceil_div(units, WORD)), dtype=torch.int32, device=q.device)
-        counts = torch.empty(shape, dtype=torch.int32, device=q.device)
-        retained = torch.empty(shape, dtype=torch.float32, device=q.device)
-        always = _units_kept(kept, cells, per_bit) if kept else None
-        budget, free = _budget(density, cells, per_bit, kept, always)
+    ) -> Choice:  # fmt: skip
         if launches is None:
             launches = Launches(*(launch(kernel, 64, Geometry.of(q, k).capability) for kernel in Launches._fields))
-        if units > LONG * launches.bracket.tile:
+        if ceil_div(k.shape[2], GRANULARITIES[granularity]) > LONG * launches.bracket.tile:
             launches = launches._replace(bracket=_doubled(launches.bracket), heaviest=_doubled(launches.heaviest))
-        always = None if always is None else always.to(torch.int8)
-        return cls(KeySelection(bits, counts, retained, granularity, cells), budget, free, always, launches)
-
-    @property
-    def rows(self) -> int:
-        return self.selection.counts.numel()
-
-    @property
-    def units(self) -> int:
-        """Of one row: keys or cells."""
-        return ceil_div(len(self.selection.cells), GRANULARITIES[self.selection.granularity])
+        return super().of(q, k, groups, density, cells, granularity, kept, launches=launches)
 
     @property
     def room(self) -> int:
@@ -131,32 +59,12 @@ class Choice:
         return ROOM * self.launches.bracket.tile
 
     @property
-    def is_everything(self) -> bool:
-        return self.budget == self.free
-
-    def everything(self, lse: Tensor, groups: QueryGroups) -> KeySelection:
-        """Every unit for every group; groups without a query whose lse (B, H, Sq) is above -inf have no mass to retain."""
-        selection = self.selection
-        selection.bits.fill_(-1)
-        if self.units % WORD:
-            selection.bits[..., -1] = (1 << self.units % WORD) - 1
-        selection.counts.fill_(len(selection.cells))
-        members = groups.expanded(*lse.shape[:2]).long()
-        with_mass = (lse > float("-inf")).gather(2, members.clamp(min=0)) & (members >= 0)
-        selection.retained.copy_(with_mass.unflatten(2, (groups.count, -1)).any(-1))
-        return selection
-
-    def heaviest(self, masses: Masses) -> KeySelection:
-        """The heaviest units of every group."""
-        for piece, memory in pieces(self, masses.groups_each, masses.key_bytes):
-            masses.compute(piece, memory)
-            self.choose(piece.rows, memory)
-        return self.selection
+    def scratch_bytes(self) -> int:
+        return 8 * self.room
 
     def choose(self, rows: range, masses: Tensor) -> None:
-        """Fills the selection of `rows` by masses (len(rows), row_width(units)) float32 of the units in cell order."""
         selection, units, count, device = self.selection, self.units, len(rows), masses.device
-        bracket, divide, heaviest = self.launches
+        bracket, divide, finish = self.launches
         step, chunks = ceil_div(units, bracket.tile), ceil_div(units, divide.tile)
         rank = self.budget / step
         margin = 0 if step == 1 else SIGMAS * math.sqrt(rank * (1 - self.budget / units)) + SIGMAS
@@ -165,35 +73,24 @@ class Choice:
         candidates = torch.empty((count, self.room), dtype=torch.int64, device=device)  # level and, in the lower half, place
         sums = torch.empty((count, 2, chunks), dtype=torch.float32, device=device)  # of the masses above and of all, by chunk
         width, kept = masses.stride(0), self.always is not None
+        always = self.always.view(torch.int8) if kept else None
         bracket_kernel[(count,)](
-            masses, self.always, found, units, width, self.budget, step, *ranks, kept, bracket.tile, **bracket.options
+            masses, always, found, units, width, self.budget, step, *ranks, kept, bracket.tile, **bracket.options
         )
         divide_kernel[(count, chunks)](
-            masses, self.always, found, candidates, sums, selection.bits, rows.start, units, width,
+            masses, always, found, candidates, sums, selection.bits, rows.start, units, width,
             kept, self.room, divide.tile, **divide.options,
         )  # fmt: skip
         heaviest_kernel[(count,)](
-            masses, self.always, selection.cells.order, found, candidates, sums, selection.bits, selection.counts, selection.retained,
+            masses, always, selection.cells.order, found, candidates, sums, selection.bits, selection.counts, selection.retained,
             rows.start, units, len(selection.cells), width, chunks, self.budget, units - self.free,
-            GRANULARITIES[selection.granularity], kept, self.room, heaviest.tile, **heaviest.options,
+            GRANULARITIES[selection.granularity], kept, self.room, finish.tile, **finish.options,
         )  # fmt: skip
 
 
 def _doubled(parameters: Launch) -> Launch:
     """For twice as many units."""
     return parameters._replace(tile=2 * parameters.tile, warps=2 * parameters.warps)
-
-
-def _budget(density: float, cells: CellOrder, per_bit: int, kept: tuple[tuple[int, int], ...], always: Tensor | None) -> tuple[int, int]:
-    """How many units each group chooses, and of how many: those that are not always selected."""
-    if per_bit > 1 and always is not None:
-        # Which cells hold a kept key is known only to the order, so this reads the device.
-        sizes = cells.sizes(per_bit)[~always]
-        free, free_keys = sizes.numel(), int(sizes.sum())
-    else:
-        free_keys = len(cells) - sum(stop - start for start, stop in kept)
-        free = ceil_div(free_keys, per_bit)
-    return free if density >= 1 else min(free, ceil_div(key_budget(density, free_keys), per_bit)), free
 
 
 @triton.jit

@@ -16,7 +16,8 @@ from ..launch import Launch, launch
 from ..shapes import GRANULARITIES, CellOrder, Geometry, KeySelection, QueryGroups
 from ..triton_support import NAME, half, operand, padded
 from . import LAGGED_LIFT, LAGGED_REACH, triton_select
-from .triton_heaviest import Choice, Piece, pieces
+from .heaviest import Piece, pieces
+from .triton_heaviest import Choice
 from .triton_select import described, laid_out, load_queries, load_tile, source, store_masses
 
 __all__ = ["NAME", "select_keys_lagged", "why_not"]

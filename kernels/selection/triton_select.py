@@ -13,7 +13,8 @@ from ..launch import Launch, card, launch
 from ..pooling.triton_pool import gather_into
 from ..shapes import GRANULARITIES, GROUP_SIZE, CellOrder, Geometry, KeySelection, QueryGroups
 from ..triton_support import NAME, half, operand, padded
-from .triton_heaviest import Choice, Piece
+from .heaviest import Piece
+from .triton_heaviest import Choice
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -47,7 +48,7 @@ def select_keys(
 
 @dataclass(frozen=True, eq=False)
 class Masses:
-    """As triton_heaviest.Masses, made once per call."""
+    """As heaviest.Masses, made once per call."""
 
     q: Tensor
     k: Tensor

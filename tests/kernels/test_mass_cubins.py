@@ -5,11 +5,8 @@ import re
 import pytest
 import torch
 
-from mc_sparse.kernels import Geometry
-
-pytest.importorskip("triton")
-from mc_sparse.kernels import triton_compile  # noqa: E402
-from mc_sparse.kernels.selection import cute_sm90  # noqa: E402
+from mc_sparse.kernels import Geometry, cubin_build
+from mc_sparse.kernels.selection import cute_sm90
 
 NAMES = sorted(path.stem for path in cute_sm90.CUBINS.glob("*.cubin"))
 HOPPER = Geometry(1, 2, 300, 300, 128, torch.bfloat16, "cuda", (9, 0))
@@ -23,11 +20,6 @@ def facts(name):
     return json.loads(file(name).with_suffix(".json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def builder(script):
-    return script("scripts/build_mass_cubins.py")
-
-
 def test_every_dtype_and_head_dim_has_its_cubin_and_no_other_is_shipped():
     assert sorted(cute_sm90.CHOSEN.values()) == NAMES
     for (dtype, dim), name in cute_sm90.CHOSEN.items():
@@ -36,8 +28,8 @@ def test_every_dtype_and_head_dim_has_its_cubin_and_no_other_is_shipped():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cubin_is_of_the_sources_beside_it(name, builder):
-    assert facts(name)["hash"] == builder.source_hash(facts(name)["variant"]), "run scripts/build_mass_cubins.py"
+def test_cubin_is_of_the_sources_beside_it(name):
+    assert facts(name)["hash"] == cubin_build.SOURCES["mass"].hash(facts(name)["variant"]), "run scripts/build_mass_cubins.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,8 +56,11 @@ def test_parameters_lie_where_the_host_puts_them(name, parameter_places):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_keys_are_laid_out_in_pieces_of_16_bytes(dim):
+    triton_compile = pytest.importorskip("mc_sparse.kernels.triton_compile")
+    from mc_sparse.kernels.selection import triton_steps
+
     types = {"x": "*bf16:16", "order": "*i64", "tiles": "*bf16:16", "x_h": "i32:16", "x_s": "i32:16", "length": "i32", "first": "i32"}
-    report = triton_compile.compile_for(90, cute_sm90.swizzle, types, {"D": dim, "TILE": 128}, 4, 3)
+    report = triton_compile.compile_for(90, triton_steps.swizzle, types, {"D": dim, "TILE": 128}, 4, 3)
     assert report.stack == 0 and report.count(r"LDG\S*\.128") == report.count(r"STG\S*\.128") == report.count("STG") == dim // 8
 
 

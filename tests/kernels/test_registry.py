@@ -100,11 +100,21 @@ def test_auto_on_the_cpu():
     assert pick("dense_attention", CPU).NAME == "torch"
 
 
-def test_the_reference_is_never_automatic_on_a_gpu_but_runs_by_name():
+@pytest.mark.parametrize("op", ["select_keys", "token_sparse_attention"])
+def test_the_reference_of_large_operations_is_never_automatic_on_a_gpu_but_runs_by_name(op):
     with pytest.raises(BackendUnavailable, match="ask for it by name"):
-        pick("select_keys", CUDA)
-    assert pick("select_keys", CUDA, "reference").NAME == "reference"
-    assert "cuda sm_90" in why_none(CUDA)
+        pick(op, CUDA)
+    assert pick(op, CUDA, "reference").NAME == "reference"
+    assert "no backend of select_keys" in why_none(CUDA) and "cuda sm_90" in why_none(CUDA)
+
+
+@pytest.mark.parametrize("op", ["group_queries", "pool_cells"])
+def test_the_reference_of_small_operations_is_the_last_resort_on_a_gpu(op, register):
+    assert pick(op, CUDA).NAME == "reference"
+    with pytest.raises(BackendUnavailable, match="too slow to be chosen by itself on mps"):
+        pick(op, Geometry(1, 2, 300, 300, 64, torch.bfloat16, "mps"))
+    register(op, "swift", lambda *args: None)
+    assert pick(op, CUDA).NAME == "swift"
 
 
 def test_first_that_can(with_fast):
@@ -128,7 +138,7 @@ def test_a_named_backend_that_cannot_run_raises_with_every_reason(with_fast):
 def test_a_name_that_only_other_operations_have_is_auto(with_fast):
     assert pick("pool_cells", CPU, "fast").NAME == "reference"
     with pytest.raises(BackendUnavailable, match="ask for it by name"):
-        pick("pool_cells", CUDA, "fast")
+        pick("select_keys", CUDA, "fast")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -452,12 +462,15 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTION = """
 import torch
 from mc_sparse.kernels import Geometry, cell_order, cubin, dense_attention, group_queries, registry
-from mc_sparse.kernels.selection import select_keys_lagged
+from mc_sparse.kernels.selection import cute_sm90, select_keys_lagged
 cubin.driver = lambda: None  # as if it were here
-for op in registry.operations():
-    for capability in (8, 6), (9, 0):
-        for name, reason in registry.reasons(op, Geometry(1, 2, 300, 300, 64, torch.bfloat16, "cuda", capability)).items():
+for capability in (8, 6), (9, 0):
+    geometry = Geometry(1, 2, 300, 300, 64, torch.bfloat16, "cuda", capability)
+    for op in registry.operations():
+        for name, reason in registry.reasons(op, geometry).items():
             print(op, capability, name, reason)
+    print("why none:", capability, registry.why_none(geometry))
+print("around the masses:", cute_sm90.steps(geometry).__name__)
 q, k, v = torch.randn(3, 1, 2, 300, 64)
 lse = dense_attention(q, k, v)[1]
 select_keys_lagged(q, k, v, lse, group_queries(q), density=0.5, cells=cell_order(None, after=300))
@@ -499,7 +512,11 @@ def test_no_triton_is_a_reason(tmp_path):
     out = answers(tmp_path, "sys.modules['triton'] = None")
     assert "select_keys (9, 0) triton import of triton halted" in out
     assert "token_sparse_attention (9, 0) triton import of triton halted" in out and "Triton: does not load (ModuleNotFoundError" in out
-    assert "token_sparse_attention (9, 0) hopper None" in out
+    for op in OPS:
+        fast = {"group_queries": "reference", "pool_cells": "reference", "dense_attention": "torch"}.get(op, "hopper")
+        assert f"{op} (9, 0) {fast} None" in out
+    assert "why none: (9, 0) None" in out and "why none: (8, 6) no backend of select_keys can run" in out
+    assert "around the masses: mc_sparse.kernels.selection.torch_steps" in out and "keys chosen with PyTorch: slower anchors" in out
 
 
 def test_an_old_triton_is_a_reason(tmp_path):

@@ -17,7 +17,7 @@ from mc_sparse.kernels import (
     unpack_bits,
 )
 from mc_sparse.kernels import launch as launch_table
-from mc_sparse.kernels.selection import select_keys_lagged, triton_heaviest, triton_select
+from mc_sparse.kernels.selection import heaviest, select_keys_lagged, triton_heaviest, triton_select
 from mc_sparse.kernels.shapes import GRANULARITIES
 from mc_sparse.kernels.testing import KINDS, assert_no_worse_than, make_qkv
 from mc_sparse.kernels.triton_support import INTERPRETED
@@ -148,7 +148,7 @@ def test_ties_at_the_threshold(repeats, small_sample):
     keys = 600
     cells = cell_order((2, 15, 20)).to(DEVICE)
     masses = torch.randint(keys // repeats, (4, keys), generator=generator).float()
-    rows = torch.zeros(4, triton_heaviest.row_width(keys))
+    rows = torch.zeros(4, heaviest.row_width(keys))
     rows[:, :keys] = masses
     q = torch.zeros(1, 2, 256, 16, device=DEVICE)
     k = torch.zeros(1, 2, keys, 16, device=DEVICE)
@@ -167,7 +167,7 @@ def test_ties_at_the_threshold(repeats, small_sample):
 def chosen_of_rows(masses, density):
     """A Choice of float32 masses (rows, keys) on the CPU, in token order, that has been made."""
     rows, keys = masses.shape
-    memory = torch.full((rows, triton_heaviest.row_width(keys)), math.nan)
+    memory = torch.full((rows, heaviest.row_width(keys)), math.nan)
     memory[:, :keys] = masses
     q, k = torch.zeros(1, 1, 128 * rows, 16, device=DEVICE), torch.zeros(1, 1, keys, 16, device=DEVICE)
     choice = triton_heaviest.Choice.of(q, k, group_queries(q.cpu()), density, cell_order(None, after=keys).to(DEVICE), "token", ())
@@ -231,10 +231,10 @@ def test_rows_in_parts_are_the_rows(granularity, monkeypatch):
     groups = type(groups)(groups.order.to(DEVICE), groups.length)
     arguments = {"cells": cells, "density": 0.5, "granularity": granularity, "backend": "triton"}
     whole = select_keys(q, k, lse, groups, **arguments)
-    monkeypatch.setattr(triton_heaviest, "PROGRAMS_PER_MULTIPROCESSOR", 1 << 20)  # no rounding to whole multiprocessors
+    monkeypatch.setattr(heaviest, "PROGRAMS_PER_MULTIPROCESSOR", 1 << 20)  # no rounding to whole multiprocessors
     for rows in (1, 5):
-        row_bytes = 4 * triton_heaviest.row_width(200 // GRANULARITIES[granularity]) + 8 * triton_heaviest.ROOM * 4096 + 200 * 16 * 2
-        monkeypatch.setattr(triton_heaviest, "SCRATCH_BYTES", rows * row_bytes)
+        row_bytes = 4 * heaviest.row_width(200 // GRANULARITIES[granularity]) + 8 * triton_heaviest.ROOM * 4096 + 200 * 16 * 2
+        monkeypatch.setattr(heaviest, "SCRATCH_BYTES", rows * row_bytes)
         parts = select_keys(q, k, lse, groups, **arguments)
         assert torch.equal(whole.bits, parts.bits) and torch.equal(whole.retained, parts.retained)
 
@@ -261,7 +261,7 @@ def test_masses_by_descriptor(q_length, k_length, head_dim, granularity, queries
     masses = triton_select.Masses.of(q, k, lse, groups, cells, granularity, head_dim**-0.5, launch_table.Launch(64, 4, 3, queries=queries))
     choice = triton_heaviest.Choice.of(q, k, groups, 0.5, cells, granularity, ())
     masses = replace(masses, described=True)
-    (piece, memory), = triton_heaviest.pieces(choice, queries // 128, masses.key_bytes)
+    (piece, memory), = heaviest.pieces(choice, queries // 128, masses.key_bytes)
     memory.fill_(math.nan)
     masses.compute(piece, memory)
     expected = definition.mass(*(x.cpu() for x in (q, k, lse)), type(groups)(groups.order.cpu(), groups.length))[..., cells.order.cpu()]
@@ -401,7 +401,7 @@ def test_bits_are_as_many_as_counts_where_masses_are_nan(density):
     k = torch.zeros((1, 1, keys, 16), dtype=torch.bfloat16, device=DEVICE)
     groups = QueryGroups(torch.arange(256, dtype=torch.int32, device=DEVICE)[None, None], 256)
     choice = triton_heaviest.Choice.of(k[:, :, :256], k, groups, density, cell_order(None, after=keys).to(DEVICE), "token", ())
-    masses = torch.rand(2, triton_heaviest.row_width(keys), device=DEVICE)
+    masses = torch.rand(2, heaviest.row_width(keys), device=DEVICE)
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
     masses[0], masses[1, 3] = nan, nan
     choice.choose(range(2), masses)
