@@ -260,22 +260,24 @@ def sage(q, k, v) -> torch.Tensor:
 
 
 def fa4_pages(q, k, v, share: float):
-    """FlashAttention-4 with pages of one key: sorted random keys for 4 heads' groups; gathering Q and scattering O are not counted."""
+    """FlashAttention-4 with pages of one key: sorted random keys for each group; gathering Q and scattering O are not counted."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    heads, length, dim = min(4, q.shape[1]), q.shape[2], q.shape[3]
+    heads, length, dim = q.shape[1:]
     groups, keys = -(-length // 128), key_budget(share, length)
     rows = heads * groups
-    pages = torch.cat([torch.rand(groups, length, device="cuda").topk(keys, dim=1).indices.sort(1).values for _ in range(heads)])
-    pages = (pages.view(heads, groups, keys) + torch.arange(heads, device="cuda")[:, None, None] * length).int().view(rows, keys)
+    pages = torch.empty((heads, groups, keys), dtype=torch.int32, device="cuda")
+    for h in range(heads):
+        pages[h] = torch.rand(groups, length, device="cuda").topk(keys, dim=1).indices.sort(1).values + h * length
     queries = torch.randn(rows * 128, 1, dim, device="cuda", dtype=q.dtype)
-    k_pages, v_pages = (x[0, :heads].reshape(heads * length, 1, 1, dim) for x in (k, v))
+    k_pages, v_pages = (x[0].reshape(heads * length, 1, 1, dim) for x in (k, v))
     starts = torch.arange(0, rows * 128 + 1, 128, device="cuda", dtype=torch.int32)
     used = torch.full((rows,), keys, device="cuda", dtype=torch.int32)
     call = functools.partial(
-        flash_attn_varlen_func, queries, k_pages, v_pages, cu_seqlens_q=starts, max_seqlen_q=128, seqused_k=used, page_table=pages
-    )
-    return call, keys / length * heads / q.shape[1]  # of the work of all heads
+        flash_attn_varlen_func, queries, k_pages, v_pages, cu_seqlens_q=starts, max_seqlen_q=128, seqused_k=used,
+        page_table=pages.view(rows, keys),
+    )  # fmt: skip
+    return call, keys / length
 
 
 def runs(name: str, case) -> bool:

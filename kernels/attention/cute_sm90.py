@@ -3,6 +3,8 @@
 Three launches for some heads at a time: keys and values are laid out in cell order with the pooled ones after them (cute_sm90_rows.py);
 attention straight from the selection bits (cute_sm90_mainloop.py); and once more, with a running maximum, for groups in which a query left
 the range of its exponentials, of which there are hardly ever any. In int8 two more come first: the keys' mean, the queries' codes.
+
+Where cells of 32 are selected, kernels of their own copy them whole, in 16 bits: rows are laid out in blocks of 32 for these.
 """
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ CUBINS = Path(__file__).with_name("cubins")
 
 
 class Cubins(NamedTuple):
-    """What runs a dtype, head dim and precision, by name; sums and queries in int8."""
+    """What runs a dtype, head dim and kind of rows, by name; sums and queries in int8."""
 
     rows: str
     fixed: str
@@ -36,19 +38,21 @@ class Cubins(NamedTuple):
     queries: str | None = None
 
 
-def _chosen(short: str, dim: int, tile: str, precision: str) -> Cubins:
-    ending = f"{short}_d{dim}"
-    fixed = f"sparse_{ending}_{tile}"
-    if precision == "half":
-        return Cubins(f"rows_{ending}", fixed, f"{fixed}_online")
-    return Cubins(f"rows_int8_{ending}", f"{fixed}_int8", f"{fixed}_int8_online", f"sums_{ending}", f"queries_int8_{ending}")
+def _chosen(short: str, dim: int, tile: str, kind: str) -> Cubins:
+    ending, flag = f"{short}_d{dim}", "" if kind == "half" else f"_{kind}"
+    fixed = f"sparse_{ending}_{tile}{flag}"
+    before = (f"sums_{ending}", f"queries_int8_{ending}") if kind == "int8" else ()
+    return Cubins(f"rows{flag}_{ending}", fixed, f"{fixed}_online", *before)
 
 
+# By dtype, head dim and kind of rows: a precision, or "cells", which is half where cells of 32 are selected.
 CHOSEN = {
-    (dtype, dim, precision): _chosen(short, dim, tile, precision)
-    for dim, tile, precision in ((128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s3", "int8"))
+    (dtype, dim, kind): _chosen(short, dim, tile, kind)
+    for dim, tile, kind in (
+        (128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s2", "cells"), (64, "n192_s4", "cells"), (128, "n160_s3", "int8"),
+    )
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-}
+}  # fmt: skip
 LOG2_E = 1.4426950408889634
 PLACES = 128  # that a warp of the passes before attention takes
 
@@ -61,7 +65,8 @@ def why_not(geometry: Geometry) -> str | None:
     if chosen is None:
         dims = "head dims 64 and 128" if geometry.precision == "half" else f"head dim 128 for products in {geometry.precision}"
         return f"takes bfloat16 and float16 with {dims}, not {geometry.dtype} with {geometry.head_dim}"
-    return cubin.why_not(CUBINS / name for name in chosen if name)
+    cells = CHOSEN[geometry.dtype, geometry.head_dim, "cells"] if geometry.precision == "half" else ()
+    return cubin.why_not(CUBINS / name for name in (*chosen, *cells) if name)
 
 
 def _kernel(name: str, device: torch.device) -> cubin.Kernel:
@@ -75,8 +80,9 @@ def token_sparse_attention(
     """As the reference. Heads are computed some at a time, so that laid-out rows take bounded memory."""
     q, k, v = cubin.aligned(half(q)), cubin.aligned(half(k)), cubin.aligned(half(v))
     (batch, heads, length, dim), keys, device = q.shape, k.shape[2], q.device
-    int8 = precision == "int8"
-    chosen = CHOSEN[q.dtype, dim, precision]
+    int8, in_cells = precision == "int8", selection.granularity == "cell32"
+    in_blocks = in_cells and not int8
+    chosen = CHOSEN[q.dtype, dim, "cells" if in_blocks else precision]
     lay_out, fixed, online = (_kernel(name, device) for name in (chosen.rows, chosen.fixed, chosen.online))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -92,26 +98,25 @@ def token_sparse_attention(
     pooled = isinstance(tail, PooledTail)
     size = (tail.size if pooled else tail) or 0
     cells = ceil_div(keys, size) if size else 0
-    counted = size % WORD == 0  # by the kernel
-    width = (3 * dim + 16) // 2 if int8 else 2 * dim  # of a row, in elements of 16 bits
-    per_head = 2 * (keys + cells) * width + (0 if counted else 4 * groups.count * cells) + (length * (dim + 16) if int8 else 0)
+    counted = size % WORD == 0 and (not in_blocks or size <= WORD * WORD)  # by the kernel
+    width = (3 * dim + 32) // 2 if int8 else 2 * dim  # of a row, in elements of 16 bits
+    begins, ends = (WORD * ceil_div(n, WORD) if in_blocks else n for n in (keys, cells))  # rows before the pooled ones, and of these
+    per_head = 2 * (begins + ends) * width + (0 if counted else 4 * groups.count * cells) + (length * (dim + 16) if int8 else 0)
 
     for b in range(batch):
         for some in heads_at_once(heads, per_head, device):
             here = some.stop - some.start
-            rows = q.new_empty((here, keys + cells, width))
+            rows = q.new_empty((here, begins + ends, width))
             queries, mean = q[b, some], rows
             if int8:
                 mean = _mean(_kernel(chosen.sums, device), k[b, some], stream)
                 queries = _codes(_kernel(chosen.queries, device), queries, stream)
-            parts = _parts(lay_out, here, keys)
-            lay_out.launch(
-                parts, stream, k=k[b, some], v=v[b, some], order=selection.cells.order, mean=mean, rows=rows,
-                k_h=k.stride(1), v_h=v.stride(1), rows_h=rows.stride(0), k_s=k.stride(2), v_s=v.stride(2),
-                heads=here, length=keys, size=0 if pooled else size, parts=parts,
-            )  # fmt: skip
-            if pooled:
-                _put_pooled(rows[:, keys:], tail.k[b, some], tail.v[b, some], mean if int8 else None)
+            _lay_out(lay_out, k[b, some], v[b, some], selection.cells.order, mean, rows, 0 if pooled else size, stream)
+            if pooled and in_blocks:
+                pooled_k, pooled_v = (cubin.aligned(x[b, some].to(q.dtype)) for x in (tail.k, tail.v))
+                _lay_out(lay_out, pooled_k, pooled_v, torch.arange(cells, device=device), mean, rows[:, begins:], 0, stream)
+            elif pooled:
+                _put_pooled(rows[:, begins:], tail.k[b, some], tail.v[b, some], mean if int8 else None)
             bias = rows if counted else _biases(selection, b, some, size)
             total = here * groups.count
             again = torch.zeros(1 + 2 * total, dtype=torch.int32, device=device)
@@ -122,13 +127,23 @@ def token_sparse_attention(
                     scales=scales if residual is None else scales[b], dense=minus[b], again=again,
                     q_h=queries.stride(0), rows_h=rows.stride(0), out_h=out.stride(1), dense_h=minus.stride(1), order_h=order.stride(1),
                     q_s=queries.stride(1), out_s=out.stride(2), dense_s=minus.stride(2), first=some.start, groups=groups.count, total=total,
-                    length=length, keys=keys, bits_row=selection.bits.shape[3], in_cells=int(selection.granularity == "cell32"),
+                    length=length, keys=keys, bits_row=selection.bits.shape[3], in_cells=int(in_cells),
                     cells=cells, size=size if counted else 0, rank=rank, epilogue=epilogue, with_lse=int(with_lse),
                     scale=scale * LOG2_E,
                 )  # fmt: skip
             if with_lse and int8:
                 add_mean(lse[b, some], q[b, some], mean, scale)
     return out, lse
+
+
+def _lay_out(one: cubin.Kernel, k: Tensor, v: Tensor, order: Tensor, mean: Tensor, rows: Tensor, size: int, stream: int) -> None:
+    """k and v (H, S, D) into rows (H, at least S, width), in that order (S,), with the means of cells of `size` after them."""
+    heads, length, _ = k.shape
+    parts = _parts(one, heads, length)
+    one.launch(
+        parts, stream, k=k, v=v, order=order, mean=mean, rows=rows, k_h=k.stride(0), v_h=v.stride(0), rows_h=rows.stride(0),
+        k_s=k.stride(1), v_s=v.stride(1), heads=heads, length=length, size=size, parts=parts,
+    )  # fmt: skip
 
 
 def _parts(one: cubin.Kernel, heads: int, length: int) -> int:
@@ -162,7 +177,7 @@ def _put_pooled(rows: Tensor, k: Tensor, v: Tensor, mean: Tensor | None) -> None
         return
     codes, scale = quantised(k.float() - mean[:, None], "int8")
     rows[..., : dim // 2], rows[..., dim // 2 : 3 * dim // 2] = codes.view(rows.dtype), v
-    rows[..., 3 * dim // 2 :] = torch.nn.functional.pad(scale, (0, 3)).view(rows.dtype)
+    rows[..., 3 * dim // 2 : 3 * dim // 2 + 2] = scale.view(rows.dtype)
 
 
 def _biases(selection: KeySelection, b: int, some: slice, size: int) -> Tensor:

@@ -8,13 +8,18 @@ multiplies 64 queries with them (wgmma), so that the products of one tile run un
 Exponentials are taken relative to the row's largest logit of the first tile: no running maximum, no rescaling of the accumulator. Groups
 in which a row leaves the range of the format are listed in `again`; the online variant, with a running maximum, computes those.
 
-With qk="int8" queries and keys are multiplied in int8: a row of keys and values is [K int8 (D)][V 16 bits (D)][scale float32, 12 bytes of
-zeros], a row of queries [Q int8 (D)][scale float32, zeros], and a logit is scale * query's scale * key's scale * product.
+With qk="int8" queries and keys are multiplied in int8: a row of keys and values is [K int8 (D)][V 16 bits (D)][scale float32, unused to
+32 bytes, as L2 reads], a row of queries [Q int8 (D)][scale float32, zeros], and a logit is scale * query's scale * key's scale * product.
 
 Shared memory: Q (128, D) | K stages (N, D) | V stages (N, D) | factor rows of a rank residual (16, D) | row numbers
 (slots, N) int32 | biases (slots, N) float32 | with int8: scales of keys (stages, N) and queries (128) float32 | barriers. A matrix is
 stored as blocks of 128 bytes of columns; in a block each row is 128 bytes, whose 16-byte pieces are permuted by (piece ^ row % 8): what
 wgmma calls 128-byte swizzle, for K (rows are the outputs' columns) as well as for V and the factors (rows are summed over).
+
+Where a bit stands for a cell of 32 keys, the variants with `cells` find rows laid out as shared memory wants them, 32 to a block. One warp
+reads the bits and has blocks copied whole by the copy engine, which also says when they are there; the three others gather queries and
+factors alone. There are no lists then, and biases go with the stages of K. In a stage, 8 rows of one 128 bytes of columns are followed by
+the same 8 rows of the next.
 """
 from __future__ import annotations
 
@@ -33,6 +38,7 @@ THREADS = 3 * WARPGROUP
 GATHERING = 96  # threads that gather: all but the first warp of the first warpgroup
 RANKS = 16  # factor rows in one step
 CHUNK = 1024  # keys whose bits are decoded together: a word for each lane
+CELL = 32  # keys of a cell, rows of a block
 AHEAD = 3  # chunks that are loaded before they are needed
 MINUS_INFINITY = float("-inf")
 LN_2 = 0.6931471805599453
@@ -47,7 +53,8 @@ TURNS = 1  # named barriers 1 and 2: a warpgroup may issue its products
 # (H, groups * 128) order_h apart; bits (H, groups, bits_row) a bit per key or, where in_cells, per 32 keys; counts (H, groups); lse
 # (H, length) and the residual (values, scales) contiguous. The launch is for `total` groups from head `first` on, and rows (heads of the
 # launch, keys + cells, 2, D) has only these heads too: keys and values in cell order, then the pooled ones of `cells` cells of `size` keys.
-# size 0: their biases are in bias (heads of the launch, groups, cells); else they are counted.
+# For the variants with cells these are blocks of 32 rows as cute_sm90_rows.py says: ceil(keys / 32) of keys, then ceil(cells / 32).
+# size 0: their biases are in bias (heads of the launch, groups, cells); else they are counted; with cells, size is 1024 at most.
 # again (1 + 2 total) int32: number of groups to run again, these groups, then 1 for each group that is among them; 0 at first.
 PARAMETERS = (
     ("q", "p"), ("rows", "p"), ("out", "p"), ("lse", "p"), ("order", "p"), ("bits", "p"), ("counts", "p"), ("bias", "p"),
@@ -63,7 +70,7 @@ PARAMETERS = (
 class Variant:
     """One cubin. tile: keys in one step; stages: tiles in flight; producer, consumer: registers; online: with a running maximum.
 
-    qk: what queries and keys are, "half", of dtype, or "int8".
+    qk: what queries and keys are, "half", of dtype, or "int8"; cells: rows come in blocks of 32, with "half" alone.
     """
 
     dtype: str = "bf16"
@@ -74,10 +81,11 @@ class Variant:
     consumer: int = 224
     online: bool = False
     qk: str = "half"
+    cells: bool = False
 
     @property
     def name(self) -> str:
-        flags = ("" if self.qk == "half" else f"_{self.qk}") + ("_online" if self.online else "")
+        flags = ("" if self.qk == "half" else f"_{self.qk}") + "_cells" * self.cells + "_online" * self.online
         return f"sparse_{self.dtype}_d{self.dim}_n{self.tile}_s{self.stages}{flags}"
 
     @property
@@ -96,8 +104,11 @@ class Variant:
 
     @property
     def slots(self) -> int:
-        """Lists of a tile each. A chunk whose keys are all selected must fit behind a begun list and one that is held for its values."""
-        return -(-CHUNK // self.tile) + 2
+        """Lists of a tile each. A chunk whose keys are all selected must fit behind a begun list and one that is held for its values.
+
+        With cells: the biases of each stage of K.
+        """
+        return self.stages if self.cells else -(-CHUNK // self.tile) + 2
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -107,7 +118,7 @@ class Variant:
         v = k + keys * self.qk_row
         factors = v + keys * 2 * self.dim
         numbers = factors + RANKS * 2 * self.dim
-        bias = numbers + self.slots * self.tile * 4
+        bias = numbers + self.slots * self.tile * 4 * (not self.cells)
         k_scales = bias + self.slots * self.tile * 4
         q_scales = k_scales + keys * 4 * int8
         barriers = q_scales + M * 4 * int8
@@ -138,7 +149,10 @@ class Variant:
 SHIPPED = tuple(
     Variant(dtype, dim, tile, stages, online=online)
     for dim, tile, stages in ((128, 144, 2), (64, 192, 4)) for dtype in ("bf16", "fp16") for online in (False, True)
-) + tuple(Variant(dtype, 128, 160, 3, qk="int8", online=online) for dtype in ("bf16", "fp16") for online in (False, True))  # fmt: skip
+) + tuple(Variant(dtype, 128, 160, 3, qk="int8", online=online) for dtype in ("bf16", "fp16") for online in (False, True)) + tuple(
+    Variant(dtype, dim, tile, stages, producer=40, consumer=232, online=online, cells=True)
+    for dim, tile, stages in ((128, 160, 2), (64, 192, 4)) for dtype in ("bf16", "fp16") for online in (False, True)
+)  # fmt: skip
 
 
 def swizzled(row: int, column: int, rows: int) -> int:
@@ -172,6 +186,14 @@ def copy4_or_zero(to: Int32, source: Int64, size: Int32, *, loc=None, ip=None):
     """4 bytes, or zeros where size is 0."""
     operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
     _asm(None, operands, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", False, loc, ip)
+
+
+@dsl_user_op
+def copy_block(to: Int32, source: Int64, count: int, barrier: Int32, *, loc=None, ip=None):
+    """count bytes from global to shared memory by the copy engine, counted by the barrier; addresses and count are multiples of 16."""
+    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {count}, [$2];"
+    _asm(None, operands, text, "r,l,r", False, loc, ip)
 
 
 @dsl_user_op
@@ -317,6 +339,13 @@ def set_bits(word: Int32, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def bits_from(low: Int32, high: Int32, shift: Int32, *, loc=None, ip=None) -> Int32:
+    """32 bits of both words from bit `shift`, 0 to 31, on."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (low, high, shift)]
+    return Int32(_asm(T.i32(), operands, "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", True, loc, ip))
+
+
+@dsl_user_op
 def highest_bit(word: Int32, *, loc=None, ip=None) -> Int32:
     """Number of the highest set bit."""
     return Int32(_asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "bfind.u32 $0, $1;", "=r,r", True, loc, ip))
@@ -453,13 +482,14 @@ class Sparse:
         self.v = variant
         v = variant
         self.int8 = v.qk == "int8"
-        self.row = 3 * v.dim + 16 if self.int8 else 4 * v.dim  # bytes of a row of K and V
+        self.row = 3 * v.dim + 32 if self.int8 else 4 * v.dim  # bytes of a row of K and V
         self.pieces, self.qk_pieces = v.dim // 8, v.qk_row // 16  # 16-byte pieces of a row of V, and of Q or K
         # Each warp gathers 16 n rows of a tile, the first one what is left over too.
         self.share = v.tile // 48 * 16
         self.extra = v.tile - 3 * self.share
         self.q_each = -(-M * self.qk_pieces // GATHERING // 4) * 4  # consecutive queries that a thread copies its piece of
-        if v.tile % 16 or v.dim not in (64, 128) or v.qk_row < 128 or v.offsets["total"] > 232_448:
+        wrong = v.tile % (CELL if v.cells else 16) or v.dim not in (64, 128) or v.qk_row < 128 or (v.cells and self.int8)
+        if wrong or v.offsets["total"] > 232_448:
             raise ValueError(f"{v} does not fit")
         # Barriers, in shared memory after `offsets["barriers"]`.
         number = 0
@@ -490,8 +520,8 @@ class Sparse:
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for i in cutlass.range_constexpr(self.v.stages):
-                cute.arch.mbarrier_init(bars + self.k_full + i, GATHERING)
-                cute.arch.mbarrier_init(bars + self.v_full + i, GATHERING)
+                cute.arch.mbarrier_init(bars + self.k_full + i, 1 if self.v.cells else GATHERING)
+                cute.arch.mbarrier_init(bars + self.v_full + i, 1 if self.v.cells else GATHERING)
                 cute.arch.mbarrier_init(bars + self.k_empty + i, 8)  # consumer warps
                 cute.arch.mbarrier_init(bars + self.v_empty + i, 8)
             for i in cutlass.range_constexpr(self.v.slots):
@@ -510,7 +540,18 @@ class Sparse:
             runs = load_i32(again)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.v.producer)
-            if warp == 0:
+            if const_expr(self.v.cells):
+                if warp == 0:
+                    self.copy_cells(
+                        start, bars, thread, block, grid, rows, bits, counts, bias, again,
+                        rows_h, first, groups, runs, keys, bits_row, cells, size,
+                    )  # fmt: skip
+                else:
+                    self.gather_for_groups(
+                        start, bars, thread - 32, block, grid, q, order, scales, again,
+                        q_h, order_h, q_s, first, groups, runs, rank, epilogue,
+                    )  # fmt: skip
+            elif warp == 0:
                 self.list_rows(
                     start, bars, thread, block, grid, bits, counts, bias, again, first, groups, runs, keys, bits_row, in_cells, cells, size
                 )
@@ -541,6 +582,19 @@ class Sparse:
         if index == count:
             index, phase = Int32(0), phase ^ 1
         return index, phase
+
+    @cute.jit
+    def tiles_of(self, count, cells):
+        """Of a group, one at least. With cells, keys and pooled rows are whole blocks each."""
+        entries = count + cells
+        if const_expr(self.v.cells):
+            entries = self.blocks(count) * CELL + self.blocks(cells) * CELL
+        return cutlass.max((entries + self.v.tile - 1) // self.v.tile, 1)
+
+    @cute.jit
+    def blocks(self, rows):
+        """That so many rows fill."""
+        return (cutlass.max(rows, 0) + CELL - 1) // CELL
 
     # The warp that lists rows .........................................................................................................
 
@@ -581,7 +635,7 @@ class Sparse:
             at_row = Int64(first * groups + local)
             count = load_i32(counts + at_row * 4)
             bits_at = bits + at_row * bits_row * 4
-            total = cutlass.max((count + cells + N - 1) // N, 1) * N  # entries, of which those from `plain` on have biases
+            total = self.tiles_of(count, cells) * N  # entries, of which those from `plain` on have biases
             plain = cutlass.max(cutlass.min(count // N * N, total), 0)
             origin = given * N  # place of entry 0 in the ring
             room, ready, found = Int32(0), Int32(0), Int32(0)  # entries: of taken slots, of slots given on, listed
@@ -694,6 +748,146 @@ class Sparse:
                     left -= set_bits(self.word(loaded[j], numbers[j], keys, in_cells))
         return left
 
+    # With cells: the warp that copies ................................................................................................
+
+    @cute.jit
+    def copy_cells(
+        self, start, bars, lane, block, grid, rows, bits, counts, bias, again,
+        rows_h, first, groups, runs, keys, bits_row, cells, size,
+    ):  # fmt: skip
+        """Blocks of every tile of every group: selected cells, ascending, then pooled rows, then the last block up to the tile's end.
+
+        Tiles that are not of keys alone also get what is added to their logits, as in list_rows. Lists are as long as counts say, whatever
+        the bits. Lane i of `numbers` has the number of the tile's block i.
+        """
+        v, BLOCKS = self.v, self.v.tile // CELL
+        starts_at = start + v.offsets["barriers"], start + v.offsets["k"], start + v.offsets["v"], start + v.offsets["bias"]
+        bars_at, k_to, v_to, bias_at = (cute.arch.shuffle_sync(x, 0) for x in starts_at)  # as in list_rows
+        key_blocks, pooled = self.blocks(keys), self.blocks(cells)
+        k_stage, k_phase, v_stage, v_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+        run = block
+        local, count, loaded = self.start_of_group(run, runs, again, bits, counts, bits_row, first, groups, key_blocks, lane)
+        while run < runs:
+            bits_at = bits + Int64(first * groups + local) * bits_row * 4
+            head_at = rows + Int64(local // groups) * rows_h * 2
+            tiles, chosen = self.tiles_of(count, cells), self.blocks(count)
+            base, now = Int32(0), self.word(loaded, lane, key_blocks, 0)
+            later = self.load_word(bits_at, 32 + lane, key_blocks, 0)
+            filled = lanes_with(now)
+            word, origin, number, numbers = Int32(0), Int32(0), Int32(0), Int32(0)
+            run += grid
+            following, next_count, loaded = self.start_of_group(run, runs, again, bits, counts, bits_row, first, groups, key_blocks, lane)
+            for tile in cutlass.range(tiles, unroll=1):
+                before, listed = numbers, tile * BLOCKS
+                numbers = number
+                for i in cutlass.range(cutlass.min(chosen - listed, BLOCKS), unroll=1):
+                    number, word, origin, filled, base, now, later = self.next_cell(
+                        number, word, origin, filled, base, now, later, bits_at, key_blocks, lane
+                    )
+                    if lane >= i:
+                        numbers = number
+                if pooled > 0 and listed + lane >= chosen:
+                    numbers = key_blocks + cutlass.min(listed + lane - chosen, pooled - 1)
+                biased = (listed + BLOCKS) * CELL > count
+                biases = [Float32(0.0)] * BLOCKS
+                if biased:
+                    biases = self.biases_of(listed * CELL + lane, chosen, count, bits_at, bias, local, keys, key_blocks, cells, size)
+
+                cute.arch.mbarrier_wait(bars + self.k_empty + k_stage, k_phase)
+                if biased:
+                    for i in cutlass.range_constexpr(BLOCKS):
+                        store_shared_f32(bias_at + (k_stage * v.tile + i * CELL + lane) * 4, biases[i])
+                    cute.arch.sync_warp()
+                self.copy_blocks(bars, bars_at, self.k_full + k_stage, k_to + k_stage * (v.tile * v.dim * 2), numbers, head_at, lane)
+                k_stage, k_phase = self.after(k_stage, k_phase, v.stages)
+                if tile > 0:
+                    v_stage, v_phase = self.copy_values(bars, bars_at, v_to, before, head_at, lane, v_stage, v_phase)
+            v_stage, v_phase = self.copy_values(bars, bars_at, v_to, numbers, head_at, lane, v_stage, v_phase)
+            local, count = following, next_count
+
+    @cute.jit
+    def start_of_group(self, run, runs, again, bits, counts, bits_row, first, groups, key_blocks, lane):
+        """Number and count of the group that is taken run-th, and this lane's word of its first chunk of bits."""
+        local, count, loaded = Int32(0), Int32(0), Int32(0)
+        if run < runs:
+            local = self.group_of(run, again)
+            at_row = Int64(first * groups + local)
+            count = load_i32(counts + at_row * 4)
+            loaded = self.load_word(bits + at_row * bits_row * 4, lane, key_blocks, 0)
+        return local, count, loaded
+
+    @cute.jit
+    def next_cell(self, number, word, origin, filled, base, now, later, bits_at, key_blocks, lane):
+        """The next selected cell, or the same number where there is none.
+
+        word: what is left of that of cells origin .. + 31; filled: lanes whose words of the chunk, `now`, are still to come; base: the
+        number of the chunk's first word; later: the next chunk.
+        """
+        while word == 0 and base * 32 < key_blocks:
+            if filled != 0:
+                owner = highest_bit(filled & -filled)
+                filled = filled & (filled - 1)
+                word, origin = cute.arch.shuffle_sync(now, owner), (base + owner) * 32
+            else:
+                base += 32
+                now = self.word(later, base + lane, key_blocks, 0)
+                later = self.load_word(bits_at, base + 32 + lane, key_blocks, 0)
+                filled = lanes_with(now)
+        if word != 0:
+            number = origin + highest_bit(word & -word)
+            word = word & (word - 1)
+        return number, word, origin, filled, base, now, later
+
+    @cute.jit
+    def biases_of(self, row, chosen, count, bits_at, bias, local, keys, key_blocks, cells, size):
+        """What is added to the logits of this lane's row of each block of a tile. row: that of the first block, counted in the group."""
+        rows = [row + i * CELL for i in range(self.v.tile // CELL)]
+        got = [choose(r < count, Float32(0.0), Float32(MINUS_INFINITY)) for r in rows]
+        if cells > 0:
+            numbers = [cutlass.min(cutlass.max(r - chosen * CELL, 0), cells - 1) for r in rows]
+            more = got
+            if size == 0:
+                more = [load_f32(bias + (Int64(local) * cells + cell) * 4) for cell in numbers]
+            else:
+                more = self.logs_of_unselected(bits_at, numbers, keys, key_blocks, size)
+            got = [choose(r - chosen * CELL == cell, m, g) for r, cell, m, g in zip(rows, numbers, more, got, strict=True)]
+        return got
+
+    @cute.jit
+    def logs_of_unselected(self, bits_at, numbers, keys, key_blocks, size):
+        """log2 of the keys of pooled cells that are not selected; -inf for none. size: a multiple of 32, at most 1024."""
+        width = size // CELL  # bits of a pooled cell, of which the last one may have fewer
+        words = [[self.load_word(bits_at, (n * width >> 5) + i, key_blocks, 0) for i in range(2)] for n in numbers]
+        got = []
+        for number, (low, high) in zip(numbers, words, strict=True):
+            begin = number * width
+            field = bits_from(low, high, begin & 31) << (32 - cutlass.min(width, key_blocks - begin))
+            left = cutlass.min(keys - number * size, size) - set_bits(field) * CELL
+            if field < 0 and begin + width >= key_blocks:
+                left += key_blocks * CELL - keys  # the last cell is selected, which has fewer keys
+            got.append(log2(Float32(left)))
+        return got
+
+    @cute.jit
+    def copy_values(self, bars, bars_at, to, numbers, head_at, lane, v_stage, v_phase):
+        """V of a tile's blocks."""
+        STAGE = self.v.tile * self.v.dim * 2
+        cute.arch.mbarrier_wait(bars + self.v_empty + v_stage, v_phase)
+        self.copy_blocks(bars, bars_at, self.v_full + v_stage, to + v_stage * STAGE, numbers, head_at + CELL * 2 * self.v.dim, lane)
+        return self.after(v_stage, v_phase, self.v.stages)
+
+    @cute.jit
+    def copy_blocks(self, bars, bars_at, barrier, to, numbers, source, lane):
+        """K or V of a tile's blocks to `to`; barrier: number of the one that waits for them."""
+        HALF = CELL * 2 * self.v.dim  # bytes of a block's K, and of its V
+        BLOCKS = self.v.tile // CELL
+        each = [cute.arch.shuffle_sync(numbers, i) for i in range(BLOCKS)]
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(bars + barrier, BLOCKS * HALF)
+            for i in cutlass.range_constexpr(BLOCKS):
+                copy_block(to + i * HALF, source + Int64(each[i]) * (2 * HALF), HALF, bars_at + barrier * 8)
+        cute.arch.sync_warp()
+
     # The warps that gather ............................................................................................................
 
     @cute.jit
@@ -760,7 +954,7 @@ class Sparse:
             tokens = self.queries(order, order_h, first, groups, local, q_row, qk_piece)
         while run < runs:
             head = local // groups
-            tiles = cutlass.max((count + cells + N - 1) // N, 1)
+            tiles = self.tiles_of(count, cells)
             head_at = rows + Int64(head) * rows_h * 2
             k_at, v_at = head_at + qk_piece * 16, head_at + piece * 16
 
@@ -791,13 +985,46 @@ class Sparse:
             slot, slot_phase = self.after(slot, slot_phase, v.slots)
 
             if epilogue == RANK:
-                for step in cutlass.range((rank + RANKS - 1) // RANKS, unroll=1):
-                    cute.arch.mbarrier_wait(bars + self.factors_empty, factors_phase)
-                    factors_phase ^= 1
-                    self.gather_factors(start, factors, step * RANKS, rank, piece, thread // self.pieces)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(bars + self.factors_full)
+                factors_phase = self.gather_rank(start, bars, factors, rank, piece, thread, factors_phase)
             count = next_count
         wait_for_copies()
+
+    @cute.jit
+    def gather_for_groups(
+        self, start, bars, thread, block, grid, q, order, scales, again, q_h, order_h, q_s, first, groups, runs, rank, epilogue
+    ):
+        """With cells: queries and factors alone."""
+        lane, piece = thread % 32, thread % self.qk_pieces
+        row = thread // self.qk_pieces * self.q_each
+        to = start + self.v.offsets["q"] + (piece // 8) * (M * 128) + row * 128 + (piece % 8 ^ row % 8) * 16
+        q_phase, factors_phase = Int32(1), Int32(1)
+        run, local = block, Int32(0)
+        tokens = [Int32(-1)] * -(-self.q_each // self.qk_pieces)
+        if run < runs:
+            local = self.group_of(run, again)
+            tokens = self.queries(order, order_h, first, groups, local, row, piece)
+        while run < runs:
+            head = local // groups
+            self.gather_queries(start, bars, q + Int64(head) * q_h * 2, q_s, to, tokens, row, piece, lane, q_phase)
+            q_phase ^= 1
+            run += grid
+            if run < runs:
+                local = self.group_of(run, again)
+                tokens = self.queries(order, order_h, first, groups, local, row, piece)
+            if epilogue == RANK:
+                factors = scales + Int64(first + head) * rank * (2 * self.v.dim)
+                factors_phase = self.gather_rank(start, bars, factors, rank, piece, thread, factors_phase)
+        wait_for_copies()
+
+    @cute.jit
+    def gather_rank(self, start, bars, factors, rank, piece, thread, factors_phase):
+        """All factor rows of a rank residual, RANKS at a time."""
+        for step in cutlass.range((rank + RANKS - 1) // RANKS, unroll=1):
+            cute.arch.mbarrier_wait(bars + self.factors_empty, factors_phase)
+            factors_phase ^= 1
+            self.gather_factors(start, factors, step * RANKS, rank, piece, thread // self.pieces)
+            cute.arch.cp_async_mbarrier_arrive_noinc(bars + self.factors_full)
+        return factors_phase
 
     @cute.jit
     def queries(self, order, order_h, first, groups, local, row, piece):
@@ -895,8 +1122,8 @@ class Sparse:
             )
         )
         s_q = self.staged(smem, at["q"], M, 1, qk_element)
-        s_k = self.staged(smem, at["k"], N, v.stages, qk_element)
-        s_v = self.across(self.staged(smem, at["v"], N, v.stages, element))
+        s_k = self.staged(smem, at["k"], N, v.stages, qk_element, v.cells)
+        s_v = self.across(self.staged(smem, at["v"], N, v.stages, element, v.cells))
         s_f = self.across(self.staged(smem, at["factors"], RANKS, 1, cutlass.BFloat16))
         own_q = cute.local_tile(s_q, (64, D), (group_of_warps, 0, 0))
         qk_thread, pv_thread = qk.get_slice(0), pv.get_slice(0)
@@ -930,8 +1157,7 @@ class Sparse:
             if run < runs:
                 following = self.group_of(run, again)
                 next_count = load_i32(counts + Int64(first * groups + following) * 4)
-            entries = count + cells
-            tiles = cutlass.max((entries + N - 1) // N, 1)
+            tiles = self.tiles_of(count, cells)
             plain = cutlass.max(cutlass.min(count // N, tiles), 1)  # tiles from here on have biases; the first is looked at anyway
             o.fill(0.0)
 
@@ -939,7 +1165,7 @@ class Sparse:
             cute.arch.mbarrier_wait(bars + self.q_full, q_phase)
             q_phase ^= 1
             cute.arch.mbarrier_wait(bars + self.k_full + k_stage, k_phase)
-            self.see_copies()
+            self.see_gathered()
             scale0, scale1 = self.row_scales(my_q_scales, scale)
             self.multiply_qk(qk, dots, frag_q, frag_k, k_stage)
             warpgroup.wait_group(0)
@@ -949,7 +1175,7 @@ class Sparse:
                 self.add_bias(s, my_bias, bars, slot, slot_phase, scale0, scale1)
                 factor0, factor1 = Float32(1.0), Float32(1.0)
             self.release(bars + self.k_empty + k_stage, lane)
-            self.release(bars + self.list_empty + slot, lane)
+            self.release_list(bars, slot, lane)
             k_stage, k_phase = self.after(k_stage, k_phase, v.stages)
             slot, slot_phase = self.after(slot, slot_phase, v.slots)
             m0, m1 = self.largest(s, factor0, factor1)
@@ -993,13 +1219,13 @@ class Sparse:
                 left = self.left_factors(values, slots, rank, (step + 1) * RANKS, ranks, lane)
                 cute.arch.mbarrier_wait(bars + self.factors_full, factors_phase)
                 factors_phase ^= 1
-                self.see_copies()
+                self.see_gathered()
                 self.multiply_pv(uf, o, u, frag_f[None, None, None, 0])
                 warpgroup.wait_group(0)
                 self.release(bars + self.factors_empty, lane)
             self.finish(
                 o, l0, l1, m0, m1, token0, token1, slot_of_row, first + head, local, lane, out, lse, values, scales, dense, again,
-                out_h, dense_h, out_s, dense_s, groups, total, length, entries, epilogue, with_lse,
+                out_h, dense_h, out_s, dense_s, groups, total, length, count + cells, epilogue, with_lse,
             )  # fmt: skip
             local, count = following, next_count
 
@@ -1020,10 +1246,10 @@ class Sparse:
         for i in cutlass.range_constexpr(RANKS // 4):
             words[i] = left[2 * i] | (left[2 * i + 1] << 16)
 
-    def staged(self, smem, offset, rows, stages, element):
-        """Matrices in shared memory, K-major: (rows, D, stages)."""
+    def staged(self, smem, offset, rows, stages, element, alternating=False):
+        """Matrices in shared memory, K-major: (rows, D, stages). alternating: blocks of columns do so every 8 rows."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
-        layout = cute.tile_to_shape(atom, (rows, self.v.dim, stages), order=(0, 1, 2))
+        layout = cute.tile_to_shape(atom, (rows, self.v.dim, stages), order=(1, 0, 2) if alternating else (0, 1, 2))
         return cute.make_tensor(cute.recast_ptr(smem + offset // 2, layout.inner, element), layout.outer)
 
     def across(self, matrices):
@@ -1032,6 +1258,12 @@ class Sparse:
 
     @cute.jit
     def see_copies(self):
+        """After waiting for K or V. The copy engine writes through the proxy that wgmma reads through."""
+        if const_expr(not self.v.cells):
+            self.see_gathered()
+
+    @cute.jit
+    def see_gathered(self):
         """After waiting for a full barrier: what cp.async wrote becomes visible to wgmma, which reads through another proxy."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -1039,6 +1271,12 @@ class Sparse:
     def release(self, barrier, lane):
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def release_list(self, bars, slot, lane):
+        """With cells there is none, and the biases are released with K."""
+        if const_expr(not self.v.cells):
+            self.release(bars + self.list_empty + slot, lane)
 
     @cute.jit
     def row_scales(self, source, scale):
@@ -1098,7 +1336,7 @@ class Sparse:
             self.add_bias(s, my_bias, bars, slot, slot_phase, scale0, scale1)
             scale0, scale1 = Float32(1.0), Float32(1.0)
         self.release(bars + self.k_empty + k_stage, lane)
-        self.release(bars + self.list_empty + slot, lane)
+        self.release_list(bars, slot, lane)
         if const_expr(v.online):
             warpgroup.wait_group(0)  # before o is rescaled
             n0, n1 = self.largest(s, scale0, scale1)
@@ -1120,7 +1358,8 @@ class Sparse:
     @cute.jit
     def add_bias(self, s, my_bias, bars, slot, slot_phase, scale0, scale1):
         """s * scale + bias. A thread has columns 8 j + 2 (lane % 4) and the next, of two rows."""
-        cute.arch.mbarrier_wait(bars + self.list_full + slot, slot_phase)  # passed by those who gathered the tile; now by its reader
+        if const_expr(not self.v.cells):  # else they came with K
+            cute.arch.mbarrier_wait(bars + self.list_full + slot, slot_phase)  # passed by those who gathered the tile; now by its reader
         source = my_bias + slot * (self.v.tile * 4)
         for j in cutlass.range_constexpr(self.v.tile // 8):
             b = load_shared_f32x2(source, j * 32)

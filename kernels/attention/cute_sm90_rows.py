@@ -3,6 +3,9 @@
 Needed to build the cubins, never at run time. A warp takes 128 places of one head, 32 at a time; a thread has 16 bytes of keys, values or
 queries, from row to row, and keeps their sums. int8 as in kernels/quantise.py: a row has one float32 scale, and keys are less their mean,
 which comes from a pass of its own.
+
+For the attention that copies cells, rows come in blocks of 32 as it wants them in shared memory: K, then V, each as 8 rows of 128 bytes of
+columns, the same 8 rows of the next 128 bytes, the next 8 rows; piece i of 16 bytes of row r lies at i ^ r % 8. Rows past an end are zeros.
 """
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cute_sm90_mainloop import (
+    CELL,
     choose,
     fma,
     load_words,
@@ -33,9 +37,10 @@ ROUNDER = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole nu
 # Parameters of the kernels, in order: name and type; "p" is a pointer. Strides count elements of 16 bits.
 #
 # k, v (heads, length, D) by their strides; order (length,) int64: token at each place; rows (heads, length + cells, 2 D) rows_h apart, or
-# with int8 of 3 D + 16 bytes: keys, values, the key's scale and zeros. mean (heads, D) float32, with int8: of the keys. size: keys of a
-# cell, 32, 64 or 128; 0: no means. Parts: heads * ceil(length / places), heads fastest: where the model keeps (B, S, H, D), their rows are
-# neighbours. A launch may have fewer programs than parts.
+# with int8 of 3 D + 32 bytes: keys, values, the key's scale, zeros to 16 bytes and nothing. In cells, rows (heads, blocks, 32 * 2 D) are
+# blocks: first those of keys. mean (heads, D) float32, with int8: of the keys. size: keys of a cell, 32, 64 or 128; 0: no means.
+# Parts: heads * ceil(length / places), heads fastest: where the model keeps (B, S, H, D), their rows are neighbours. A launch may have
+# fewer programs than parts.
 ROWS = (
     ("k", "p"), ("v", "p"), ("order", "p"), ("mean", "p"), ("rows", "p"),
     ("k_h", "i64"), ("v_h", "i64"), ("rows_h", "i64"),
@@ -85,7 +90,7 @@ class Variant:
 
 
 SHIPPED = (
-    *(Variant("rows", dtype, dim) for dim in (128, 64) for dtype in ("bf16", "fp16")),
+    *(Variant(what, dtype, dim) for what in ("rows", "rows_cells") for dim in (128, 64) for dtype in ("bf16", "fp16")),
     *(Variant(what, dtype, blocks=5) for what in ("rows_int8", "queries_int8", "sums") for dtype in ("bf16", "fp16")),
 )
 
@@ -140,8 +145,8 @@ class Rows(Pass):
 
     def __init__(self, variant: Variant):
         super().__init__(variant)
-        self.int8 = variant.what == "rows_int8"
-        self.row = 3 * variant.dim + 16 if self.int8 else 4 * variant.dim  # bytes
+        self.int8, self.cells = variant.what == "rows_int8", variant.what == "rows_cells"
+        self.row = 3 * variant.dim + 32 if self.int8 else 4 * variant.dim  # bytes
         self.pieces = 2 * variant.dim // 8  # 16-byte pieces of a key and its value
         self.at_once = 32 // self.pieces  # rows of a warp
 
@@ -183,7 +188,7 @@ class Rows(Pass):
                     place = places + i + j * ONCE + part
                     live = place < length
                     x = self.less(self.values_of(got[j]), means, live)
-                    self.store(head_at + Int64(place) * self.row, x, got[j], piece, of_values, live)
+                    self.store(head_at, place, x, got[j], piece, of_values, live or self.cells)
                     sums = [total + value for total, value in zip(sums, x, strict=True)]
             end = cutlass.min(places + 32, length)
             if size > 0 and (end % size == 0 or end == length):
@@ -191,7 +196,12 @@ class Rows(Pass):
                 share = self.quotient(Float32(1.0), Float32(end - cell * size))
                 x = [total * share for total in self.whole(sums)]
                 words = [packed(x[2 * i], x[2 * i + 1], self.v.dtype) for i in range(4)]
-                self.store(head_at + Int64(length + cell) * self.row, x, words, piece, of_values, part == 0)
+                pooled = self.first_pooled(length) + cell
+                self.store(head_at, pooled, x, words, piece, of_values, part == 0)
+                if const_expr(self.cells):  # noqa: SIM102 -- the outer one is decided by the compiler
+                    if end == length:
+                        for place in cutlass.range(pooled + 1, (pooled + CELL) // CELL * CELL, unroll=1):
+                            self.store(head_at, place, x, [Int32(0)] * 4, piece, of_values, part == 0)
                 sums = [Float32(0.0)] * 8
 
     @cute.jit
@@ -208,11 +218,22 @@ class Rows(Pass):
         """x less the means, 0 for what is not there."""
         return [choose(live, value - m, Float32(0.0)) for value, m in zip(x, means, strict=True)] if self.int8 else x
 
+    def first_pooled(self, length):
+        """The place after the keys'."""
+        return (length + CELL - 1) // CELL * CELL if self.cells else length
+
     @cute.jit
-    def store(self, to, x, words, piece, of_values, live):
-        """A thread's piece of a row: values as `words`, keys as x quantised, or as words too."""
-        if const_expr(self.int8):
-            D = self.v.dim
+    def store(self, head_at, place, x, words, piece, of_values, live):
+        """A thread's piece of the row at a place: values as `words`, keys as x quantised, or as words too."""
+        D = self.v.dim
+        to = head_at + Int64(place) * self.row
+        if const_expr(self.cells):
+            row, column = place % CELL, piece % (self.pieces // 2)
+            to = head_at + Int64(place // CELL) * (CELL * self.row) + piece // (self.pieces // 2) * (CELL * 2 * D)
+            to += row // 8 * (D * 16) + column // 8 * 1024 + row % 8 * 128 + (column % 8 ^ row % 8) * 16
+            if live:
+                store_words(to, words)
+        elif const_expr(self.int8):
             if live and of_values:
                 store_words(to + D + (piece - self.pieces // 2) * 16, words)
             self.store_quantised(to + piece * 8, to + 3 * D, x, live and not of_values, piece == 0)
@@ -278,4 +299,6 @@ class Sums(Halves):
         return choose(Boolean(x - x == Float32(0.0)), x, Float32(0.0))
 
 
-KERNELS = {"rows": (Rows, ROWS), "rows_int8": (Rows, ROWS), "queries_int8": (Queries, QUERIES), "sums": (Sums, SUMS)}
+KERNELS = {
+    "rows": (Rows, ROWS), "rows_cells": (Rows, ROWS), "rows_int8": (Rows, ROWS), "queries_int8": (Queries, QUERIES), "sums": (Sums, SUMS),
+}  # fmt: skip

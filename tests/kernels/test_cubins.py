@@ -23,13 +23,15 @@ def facts(name):
 
 def test_every_dtype_and_head_dim_has_its_cubins_and_no_other_is_shipped():
     assert sorted(name for cubins in cute_sm90.CHOSEN.values() for name in filter(None, cubins)) == NAMES
-    for (dtype, dim, precision), cubins in cute_sm90.CHOSEN.items():
+    for (dtype, dim, kind), cubins in cute_sm90.CHOSEN.items():
         rows, fixed, online, *others = [facts(name)["variant"] for name in filter(None, cubins)]
         short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         assert {(v["dtype"], v["dim"]) for v in (rows, fixed, online, *others)} == {(short, dim)}
-        assert (fixed["online"], online["online"]) == (False, True) and fixed["qk"] == online["qk"] == precision
-        assert [v["what"] for v in (rows, *others)] == (["rows"] if precision == "half" else ["rows_int8", "sums", "queries_int8"])
-    assert sum(path.stat().st_size for path in cute_sm90.CUBINS.iterdir()) < 3 << 19
+        assert (fixed["online"], online["online"]) == (False, True)
+        assert {(v["qk"], v["cells"]) for v in (fixed, online)} == {("int8" if kind == "int8" else "half", kind == "cells")}
+        before = {"half": ["rows"], "cells": ["rows_cells"], "int8": ["rows_int8", "sums", "queries_int8"]}[kind]
+        assert [v["what"] for v in (rows, *others)] == before
+    assert sum(path.stat().st_size for path in cute_sm90.CUBINS.iterdir()) < 5 << 19
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,12 +55,17 @@ def test_the_fast_instructions_of_attention_are_there(name, dumped):
     assert len(re.findall(rf"{re.escape(shape)}.*RZ, !UPT", sass)) == 3
     assert len(re.findall(r"[HI]GMMA\.", sass)) == 3 * dim // (32 if int8 else 16) + 3 * tile // 16 + 1
     # 96 threads copy 16 bytes each, consecutive rows: K of the first tile, K and V of a step, V of the last tile, the queries and 16 factor
-    # rows. The first warp may take more rows of a tile.
+    # rows. The first warp may take more rows of a tile. Cells are copied whole: K and V of a step, V of the last tile.
+    cells = variant["cells"]
     most = tile - 2 * (tile // 48 * 16)
     pieces, qk_pieces = dim // 8, dim // (16 if int8 else 8)
     queries = -(-128 * qk_pieces // 96 // 4) * 4
-    copies = 2 * most * (qk_pieces + pieces) // 32 + queries + -(-16 * pieces // 96)
+    copies = queries + -(-16 * pieces // 96) + (0 if cells else 2 * most * (qk_pieces + pieces) // 32)
     assert len(re.findall(r"LDGSTS\S*\.128\b", sass)) == copies
+    assert len(re.findall(r"\bUBLKCP\b", sass)) == (3 * tile // 32 if cells else 0)
+    # After barriers are set up, and where copies of these threads have to be made visible: Q and K of the first tile, K, V of a plain and
+    # of a biased step, the last values and the factors. Cells come by the copy engine, so that Q and the factors are left.
+    assert len(re.findall(r"FENCE\.VIEW\.ASYNC", sass)) == (3 if cells else 8)
     assert "USETMAXREG.DEALLOC" in sass and "USETMAXREG.TRY_ALLOC" in sass
 
 
@@ -98,6 +105,16 @@ def test_why_not_names_what_is_missing(changed, reason):
 def test_a_missing_cubin_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(cute_sm90, "CUBINS", tmp_path)
     assert "lacks its compiled kernel's" in cute_sm90.why_not(HOPPER)
+
+
+def test_cubins_for_cells_are_asked_for_with_16_bits_alone(monkeypatch, tmp_path):
+    for name in NAMES:
+        if "cells" not in name:
+            for ending in ("cubin", "json"):
+                (tmp_path / f"{name}.{ending}").touch()
+    monkeypatch.setattr(cute_sm90, "CUBINS", tmp_path)
+    assert "lacks its compiled kernel's rows_cells_bf16_d128" in cute_sm90.why_not(HOPPER)
+    assert "lacks" not in (cute_sm90.why_not(Geometry(**(vars(HOPPER) | {"precision": "int8"}))) or "")
 
 
 def test_rows_with_gaps_or_off_16_bytes_are_copied():
