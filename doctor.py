@@ -29,7 +29,7 @@ def main() -> int:
     try:
         import torch
     except ImportError as e:
-        print(f"PyTorch: {e}. Install it (ComfyUI brings it), nothing runs without.")
+        print(f"PyTorch: {e}. Nothing runs without. ComfyUI brings it: run this with ComfyUI's Python.")
         return 1
     from .kernels import registry
     from .kernels.shapes import Geometry
@@ -98,7 +98,10 @@ def _hopper_kernels() -> str:
     why_not = cubin_jit.why_not()
     if why_not is not None:
         return f"as shipped, not compiled here: {why_not}"
-    return f"compiled here when first used ({cubin_jit.VARIABLE}), kept in {cubin_jit.folder()}"
+    try:
+        return f"compiled here when first used ({cubin_jit.VARIABLE}), kept in {cubin_jit.folder()}"
+    except RuntimeError as e:  # no home
+        return f"as shipped, not compiled here: there is no folder to keep them in ({e})"
 
 
 def _version(name: str) -> str:

@@ -3,9 +3,10 @@
 
     python3 run.py demo      one clip, dense and sparse side by side
     python3 run.py test      the whole test suite
-    python3 run.py doctor    what this machine can run, and why not
+    python3 run.py doctor    what this machine can run, and why not; installs nothing
 
-Needs only Python 3.10 or newer with venv. PyTorch is taken from the Python that runs this, if it has it.
+Needs only Python 3.10 or newer with venv. PyTorch is taken from the Python that runs this, if it has it; without, doctor reports on .venv
+if that is there.
 """
 import hashlib
 import importlib
@@ -23,7 +24,7 @@ ENV = ROOT / ".venv"
 BIN = ENV / ("Scripts" if os.name == "nt" else "bin")
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.6.0"  # for tests where PyTorch brings none: its CPU builds
-EXTRAS = {"demo": "demo", "test": "test", "doctor": ""}
+COMMANDS = ("demo", "test", "doctor")
 
 
 def main() -> int:
@@ -31,14 +32,15 @@ def main() -> int:
         print(f"MC-Sparse needs Python 3.10 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
         return 2
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command not in EXTRAS:
+    if command not in COMMANDS:
         print(__doc__)
         return 0 if command in ("-h", "--help") else 2
     has_torch = importlib.util.find_spec("torch") is not None
-    if command == "doctor" and has_torch:  # of the Python at hand, ComfyUI's perhaps: nothing to install
-        return doctor()
+    if command == "doctor":  # of the Python at hand, ComfyUI's perhaps
+        there = not has_torch and Path(sys.prefix).resolve() != ENV and _runs("import torch")
+        return subprocess.call([BIN / "python", __file__, command]) if there else doctor()
     try:
-        set_up(EXTRAS[command], has_torch)
+        set_up(command, has_torch)
     except (subprocess.CalledProcessError, OSError) as e:
         print(f"\nSetting up {ENV} failed: {e}. The lines above say why; delete the folder to start anew.")
         return 1
@@ -62,7 +64,7 @@ def doctor() -> int:
 
 def set_up(extra: str, has_torch: bool):
     """Makes .venv and installs the package with an extra, unless that was done for this pyproject.toml."""
-    stamp = ENV / f".mc-sparse-{extra or 'base'}"
+    stamp = ENV / f".mc-sparse-{extra}"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest() + f" {ROOT}"
     works = _runs("import pip")
     if works and stamp.exists() and stamp.read_text() == wanted:
@@ -82,8 +84,8 @@ def set_up(extra: str, has_torch: bool):
         subprocess.run([*pip, TORCH], check=True)
     if extra == "test" and sys.platform == "linux" and not _runs("import triton"):
         subprocess.run([*pip, TRITON], check=True)
-    print("Installing MC-Sparse" + (f" for {extra}" if extra else ""), flush=True)
-    subprocess.run([*pip, "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT)], check=True)
+    print(f"Installing MC-Sparse for {extra}", flush=True)
+    subprocess.run([*pip, "--editable", f"{ROOT}[{extra}]"], check=True)
     stamp.write_text(wanted)
 
 

@@ -302,11 +302,14 @@ def main() -> None:
     bf16, fp16 = torch.bfloat16, torch.float16
     plain = [(d, t, "token", "random", None, "half") for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
     low = [(d, 64, "token", "random", None, precision) for d in (0.10, 0.15) for precision in ("int8", "fp8")]
+    whole = [(d, 64, "cell32", "random", None, "half") for d in (0.15, 0.10, 0.30)] + [
+        (d, 64, "cell32", "random", None, "int8") for d in (0.15, 0.10, 0.30)
+    ]
     rows = []
     heads, grid, dim = WAN_720
     length = grid[0] * grid[1] * grid[2]
     if not data or "random" in data:
-        kinds = plain[:2] + low[:2] if args.quick else plain + low
+        kinds = plain[:2] + low[:2] if args.quick else plain + low + whole
         rows += measure(*inputs("random", heads, length, dim, bf16), grid, kinds, "random", rounds, only, others=True)
     parts = set() if args.quick else data or {"clustered", "fp16", "sizes", "demo"}
     cells = [(0.10, 64, "token", "cells", "rank-8"), (0.10, 64, "token", "cells", None), (0.15, 64, "token", "pddp", "int4"),
@@ -319,7 +322,7 @@ def main() -> None:
     if "sizes" in parts:
         for heads, grid, dim in (WAN_480, SHAPE):
             length = grid[0] * grid[1] * grid[2]
-            rows += measure(*inputs("random", heads, length, dim, bf16), grid, plain[:4:2] + low[::2], "random", rounds, only)
+            rows += measure(*inputs("random", heads, length, dim, bf16), grid, plain[:4:2] + low[::2] + whole[::3], "random", rounds, only)
     if "demo" in parts:
         qkv, grid = demo_inputs(bf16)
         rows += measure(*qkv, grid, [kind for kind in cells if kind[:4] == cells[0][:4]], "demo", rounds, only, others=True)

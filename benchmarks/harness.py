@@ -92,12 +92,14 @@ def facts() -> dict:
 
 
 def _commit() -> str | None:
-    """Of this checkout; where only its files travelled, MC_SPARSE_COMMIT says it."""
+    """MC_SPARSE_COMMIT, for where only a checkout's files travelled; else of this checkout."""
+    if said := os.environ.get("MC_SPARSE_COMMIT"):
+        return said
     try:
         out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
         return out.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MC_SPARSE_COMMIT")
+        return None
 
 
 def write(path: str | Path, rows: list[dict], **more):

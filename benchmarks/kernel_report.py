@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""README's table of the GPU kernels, from the newest results in benchmarks/results.
+"""README's table of the GPU kernels, from a machine's newest results in benchmarks/results, named <machine>-<date>-<what>.json.
 
-    python benchmarks/kernel_report.py            # print it
-    python benchmarks/kernel_report.py --write    # put it into README.md between its marks
+    python benchmarks/kernel_report.py                        # print it
+    python benchmarks/kernel_report.py --machine rtx-4090     # of another machine
+    python benchmarks/kernel_report.py --write                # put it into README.md between its marks
 """
 from __future__ import annotations
 
@@ -12,13 +13,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NOTES = {"fa3": " dense", "fa4 pages of 1": " (4 heads; of the work of 40)"}  # to names of others
+MACHINE = "h200"  # README's
+NOTES = {"fa3": " dense", "fa4 pages of 1": " (without gather, scatter and tail)"}  # to names of others
 BEGIN, END = "<!-- kernels: begin (benchmarks/kernel_report.py) -->\n", "<!-- kernels: end -->\n"
 
 
-def newest(what: str) -> dict:
-    """The latest <machine>-<date>-<what>.json."""
-    return json.loads(max(RESULTS.glob(f"*-{what}.json"), key=lambda p: p.stem.split("-", 1)[1]).read_text())
+def newest(what: str, machine: str = MACHINE) -> dict:
+    """The machine's latest results."""
+    dated = "[0-9]" * 4 + "-[0-9][0-9]-[0-9][0-9]"
+    return json.loads(max(RESULTS.glob(f"{machine}-{dated}-{what}.json")).read_text())
+
+
+def dense_ms(row: dict) -> float:
+    """Of FlashAttention-3, or of the fastest dense attention where that is missing."""
+    return next(value for name, value in row.items() if name.endswith("_ms"))
 
 
 def size(row: dict) -> str:
@@ -56,7 +64,7 @@ def attention_lines(rows: list[dict]) -> list[str]:
             name += f", {r['selection']}" * (r["executed"] < 1)
         error = percent(r["error"] if "density" in r or r["executed"] == 1 else None)
         from_dense = percent(r["dense_error"] if r["selection"] != "random" else None)
-        speed = f"{r['ms']:.2f} | {r['fa3_ms']:.1f} | {r['efficiency']:.2f}"
+        speed = f"{r['ms']:.2f} | {dense_ms(r):.1f} | {r['efficiency']:.2f}"
         lines.append(f"| {name} | {size(r)} | {keys} | {speed} | {error} | {from_dense} |")
     return lines
 
@@ -98,12 +106,13 @@ def wan_lines(rows: list[dict]) -> list[str]:
     return lines
 
 
-def table() -> str:
+def table(machine: str = MACHINE) -> str:
     makers = {"attention": attention_lines, "selection": selection_lines, "grouping": grouping_lines, "wan-step": wan_lines}
-    parts = {what: newest(what) for what in makers}
+    parts = {what: newest(what, machine) for what in makers}
     facts = parts["attention"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    lines = [f"{facts['gpu']}, {facts['date']}; {versions}.", ""]
+    commits = " ".join(sorted({part["commit"] for part in parts.values()}))
+    lines = [f"{facts['gpu']}, {facts['date']}; {versions}; commit {commits}.", ""]
     for what, make in makers.items():
         lines += [*make(parts[what]["rows"]), ""]
     return "\n".join(lines)
@@ -118,12 +127,14 @@ def with_table(readme: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    if parser.parse_args().write:
+    parser.add_argument("--machine", default=MACHINE, help=f"whose results are printed (default {MACHINE})")
+    parser.add_argument("--write", action="store_true", help=f"put the table of {MACHINE} into README.md")
+    args = parser.parse_args()
+    if args.write:
         readme = ROOT / "README.md"
         readme.write_text(with_table(readme.read_text()))
     else:
-        print(table())
+        print(table(args.machine))
 
 
 if __name__ == "__main__":

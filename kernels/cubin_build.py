@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,8 @@ def build(
     ones = tuple(kinds[kind](1) for _, kind in parameters)
     made = cute.compile(launch, ones, Int32(1))
     cubin = _assemble(made.__ptx__, ptxas, dump) if ptxas else made.__cubin__
+    if not _is_whole(cubin):
+        raise RuntimeError(f"the compiler made no whole cubin; is {tempfile.gettempdir()} full?")
     (entry,) = [line for line in made.__ptx__.splitlines() if ".entry" in line]
     facts = {
         "entry": entry.split(".entry")[1].split("(")[0].strip(),
@@ -115,6 +118,14 @@ def build(
     if with_ptx:
         (folder / f"{name}.ptx").write_text(made.__ptx__)
     return path
+
+
+def _is_whole(cubin: bytes) -> bool:
+    """Whether an ELF file reaches as far as its table of segments, which is last. The compiler dumps it and says nothing of a full disk."""
+    if cubin[:4] != b"\x7fELF" or len(cubin) < 64:
+        return False
+    (start,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<HH", cubin, 54)
+    return len(cubin) >= start + size * count
 
 
 def _assemble(ptx: str, ptxas: str, dump: Path) -> bytes:

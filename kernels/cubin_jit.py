@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 def why_not() -> str | None:
     """None where kernels are compiled here, else why not."""
-    if os.environ.get(VARIABLE, "") in ("", "0"):
+    if os.environ.get(VARIABLE, "").lower() in ("", "0", "false", "no", "off"):
         return f"{VARIABLE}=1 is not set"
     return None if _version() else f"{VARIABLE} is set, but {PACKAGE} is not installed"
 
@@ -50,7 +50,7 @@ def compiled(name: str) -> Path:
     """The path without ending of a kernel that was compiled here, now if it was not before. Raises RuntimeError or OSError."""
     path = folder() / _key(name) / name
     with _lock:
-        if not path.parent.exists():
+        if not _is_whole(path):
             _compile(name, path.parent)
     return path
 
@@ -65,7 +65,9 @@ def folder() -> Path:
 
 
 def _compile(name: str, to: Path) -> None:
-    """The kernel in a folder `to`, which is there whole or not at all."""
+    """The kernel in a folder `to`, in place of one there that is not whole."""
+    if "python" not in Path(sys.executable or "").name.lower():
+        raise RuntimeError(f"the compiler needs a Python to run in, and this program is {sys.executable or 'unknown'}")
     _log.info("MC-Sparse: compiling kernel %s with %s %s, once", name, PACKAGE, _version())
     began = time.perf_counter()
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +80,30 @@ def _compile(name: str, to: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"compiling it took more than {SECONDS} s") from error
         if done.returncode:
-            words = done.stderr.strip().splitlines() or ["it says nothing"]
+            words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise RuntimeError(f"compiling it failed ({words[-1][:300]})")
+        (made / f"{name}.sum").write_text(_sum(made / name), encoding="ascii")
         try:
+            if to.exists() and not _is_whole(to / name):
+                to.rename(Path(scratch, "broken"))
             made.rename(to)
         except OSError:
-            if not to.exists():  # another process was first
+            if not _is_whole(to / name):  # else another process was first
                 raise
     _log.info("MC-Sparse: compiled kernel %s in %.0f s", name, time.perf_counter() - began)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a kernel is kept at this path without ending as it was made."""
+    try:
+        return path.with_suffix(".sum").read_text(encoding="ascii") == _sum(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _sum(path: Path) -> str:
+    """Of a kernel's two files."""
+    return hashlib.sha256(b"".join(path.with_suffix(ending).read_bytes() for ending in (".cubin", ".json"))).hexdigest()
 
 
 def _key(name: str) -> str:
@@ -98,5 +116,5 @@ def _version() -> str | None:
     """Of the compiler, None without one."""
     try:
         return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # not there, or a broken installation
         return None

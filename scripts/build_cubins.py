@@ -26,7 +26,11 @@ def arguments(description: str, folder: Path) -> argparse.ArgumentParser:
 
 
 def build(args: argparse.Namespace, asked: dict[str, list[str] | None]) -> None:
-    """asked: by name of a source in cubin_build.SOURCES the fields of Variants, as text; all that ships if none asks for any."""
+    """Raises SystemExit where other variants would be put among those that ship.
+
+    asked: by name of a source in cubin_build.SOURCES the fields of Variants, as text; all that ships if none asks for any."""
+    if any(asked.values()) and args.folder.name == "cubins" and KERNELS in args.folder.resolve().parents:
+        sys.exit("name a --folder for other variants: this one holds the kernels that ship")
     args.folder.mkdir(parents=True, exist_ok=True)
     with cubin_build.compiler() as dump:
         for name, texts in asked.items():

@@ -28,6 +28,15 @@ def test_doctor_uses_the_python_at_hand_and_installs_nothing(tmp_path):
     assert not (folder / ".venv").exists()
 
 
+def test_doctor_without_pytorch_says_so_and_installs_nothing(tmp_path):
+    folder = tmp_path / "pack"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "tests", "demo", "build"))
+    python = Path(sys.base_prefix, "python.exe" if sys.platform == "win32" else f"bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+    done = subprocess.run([python, "-I", "-S", folder / "run.py", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and "run this with ComfyUI's Python" in done.stdout, done.stderr
+    assert not (folder / ".venv").exists()
+
+
 def test_doctor_with_nonsense_in_the_environment(monkeypatch, capsys):
     from mc_sparse.doctor import comfyui_folders
 

@@ -46,7 +46,7 @@ class Choice(heaviest.Choice):
         """
         weight = torch.add(before, mass.view(torch.int32), alpha=1 << 32)
         if self.always is not None:
-            weight.masked_fill_(self.always, -1)
+            weight.masked_fill_(self.always, torch.iinfo(weight.dtype).min)
         if self.budget == 0:
             chosen = torch.zeros_like(weight, dtype=torch.bool)
         else:

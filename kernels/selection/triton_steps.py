@@ -29,6 +29,8 @@ def _why_no_launch(device: str) -> str | None:
     try:
         order = torch.arange(TILE, device=device)
         in_tiles(torch.zeros((1, 1, TILE, 64), dtype=torch.bfloat16, device=device), CellOrder(order, order), range(1))
+    except torch.cuda.OutOfMemoryError:  # says nothing of the next time
+        raise
     except Exception as error:  # whatever is missing
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         _log.warning("MC-Sparse: Triton cannot run kernels here (%s): PyTorch chooses keys instead, so anchors are slower", reason)

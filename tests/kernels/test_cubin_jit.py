@@ -64,7 +64,7 @@ WRITES = """
 
 
 def test_only_on_request_and_with_the_compiler(monkeypatch, loaded):
-    for value in ("", "0"):
+    for value in ("", "0", "false", "OFF"):
         monkeypatch.setenv("MC_SPARSE_JIT", value)
         assert "MC_SPARSE_JIT=1 is not set" in cubin_jit.why_not()
     monkeypatch.setenv("MC_SPARSE_JIT", "1")
@@ -126,9 +126,43 @@ def test_a_kernel_that_the_driver_refuses_leaves_the_shipped_one(builder, loaded
 
 
 def test_another_process_that_was_first_is_no_failure(builder):
-    builder(WRITES + "import shutil; shutil.copytree(folder, folder.parent.parent / 'first')")
-    cubin_jit._compile(NAME, cubin_jit.folder() / "first")
-    assert (cubin_jit.folder() / "first" / f"{NAME}.json").exists() and len(list(cubin_jit.folder().iterdir())) == 1
+    sums = "import hashlib; (folder / f'{name}.sum').write_text(hashlib.sha256(b'code{}').hexdigest())\n"
+    builder(WRITES + sums + "import shutil; shutil.copytree(folder, folder.parent.parent / 'first')")
+    first = cubin_jit.folder() / "first"
+    cubin_jit._compile(NAME, first)
+    assert (first / f"{NAME}.json").exists() and [child.name for child in cubin_jit.folder().iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("ending, content", [(".cubin", b"co"), (".cubin", b""), (".json", b"{"), (".json", None), (".sum", None)])
+def test_what_was_damaged_is_compiled_again(ending, content, builder):
+    builder(WRITES)
+    path = cubin_jit.compiled(NAME)
+    file = path.with_suffix(ending)
+    file.unlink() if content is None else file.write_bytes(content)
+    assert cubin_jit.compiled(NAME) == path and path.with_suffix(".cubin").read_bytes() == b"code"
+    assert path.with_suffix(".json").read_bytes() == b"{}" and path.with_suffix(".sum").exists()
+    assert [child.name for child in cubin_jit.folder().iterdir()] == [path.parent.name]
+
+
+def test_a_compiler_that_leaves_nothing_is_asked_again(builder, loaded):
+    builder("")
+    assert cubin.kernel(SHIPPED, 0) == SHIPPED and list(cubin_jit.folder().iterdir()) == []
+    builder(WRITES)
+    cubin_jit.failures.clear()  # as in another process
+    assert cubin_jit.compiled(NAME).with_suffix(".cubin").read_bytes() == b"code"
+
+
+@pytest.mark.parametrize("program", ["", "/opt/Application/app"])
+def test_a_program_that_is_no_python_is_not_run_again(program, builder, loaded, monkeypatch):
+    builder(WRITES)
+    monkeypatch.setattr(sys, "executable", program)
+    assert cubin.kernel(SHIPPED, 0) == SHIPPED and "needs a Python to run in" in cubin_jit.failures[NAME]
+
+
+@pytest.mark.parametrize("cut", [0, 63, 3000, 1])
+def test_half_a_cubin_is_none(cut):
+    whole = SHIPPED.with_suffix(".cubin").read_bytes()
+    assert cubin_build._is_whole(whole) and not cubin_build._is_whole(whole[: cut if cut != 1 else -1])
 
 
 def test_without_shipped_files_those_that_are_made_here_will_do(loaded, monkeypatch, tmp_path):
