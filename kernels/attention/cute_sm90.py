@@ -4,7 +4,7 @@ Three launches for some heads at a time: keys and values are laid out in cell or
 attention straight from the selection bits (cute_sm90_mainloop.py); and once more, with a running maximum, for groups in which a query left
 the range of its exponentials, of which there are hardly ever any. In int8 two more come first: the keys' mean, the queries' codes.
 
-Where cells of 32 are selected, kernels of their own copy them whole, in 16 bits: rows are laid out in blocks of 32 for these.
+Where cells of 32 are selected, kernels of their own copy them whole: rows are laid out in blocks of 32 for these.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import cubin
 from ..dtypes import half
@@ -41,15 +42,16 @@ class Cubins(NamedTuple):
 def _chosen(short: str, dim: int, tile: str, kind: str) -> Cubins:
     ending, flag = f"{short}_d{dim}", "" if kind == "half" else f"_{kind}"
     fixed = f"sparse_{ending}_{tile}{flag}"
-    before = (f"sums_{ending}", f"queries_int8_{ending}") if kind == "int8" else ()
+    before = (f"sums_{ending}", f"queries_int8_{ending}") if "int8" in kind else ()
     return Cubins(f"rows{flag}_{ending}", fixed, f"{fixed}_online", *before)
 
 
-# By dtype, head dim and kind of rows: a precision, or "cells", which is half where cells of 32 are selected.
+# By dtype, head dim and kind of rows: a precision, or where cells of 32 are selected "cells", which is half, or "int8_cells".
 CHOSEN = {
     (dtype, dim, kind): _chosen(short, dim, tile, kind)
     for dim, tile, kind in (
-        (128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s2", "cells"), (64, "n192_s4", "cells"), (128, "n160_s3", "int8"),
+        (128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s2", "cells"), (64, "n192_s4", "cells"),
+        (128, "n160_s3", "int8"), (128, "n160_s3", "int8_cells"),
     )
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 }  # fmt: skip
@@ -65,8 +67,13 @@ def why_not(geometry: Geometry) -> str | None:
     if chosen is None:
         dims = "head dims 64 and 128" if geometry.precision == "half" else f"head dim 128 for products in {geometry.precision}"
         return f"takes bfloat16 and float16 with {dims}, not {geometry.dtype} with {geometry.head_dim}"
-    cells = CHOSEN[geometry.dtype, geometry.head_dim, "cells"] if geometry.precision == "half" else ()
+    cells = CHOSEN[geometry.dtype, geometry.head_dim, _in_cells(geometry.precision)]
     return cubin.why_not(CUBINS / name for name in (*chosen, *cells) if name)
+
+
+def _in_cells(precision: str) -> str:
+    """The kind of rows where cells of 32 are selected."""
+    return "cells" if precision == "half" else f"{precision}_cells"
 
 
 def _kernel(name: str, device: torch.device) -> cubin.Kernel:
@@ -81,8 +88,7 @@ def token_sparse_attention(
     q, k, v = cubin.aligned(half(q)), cubin.aligned(half(k)), cubin.aligned(half(v))
     (batch, heads, length, dim), keys, device = q.shape, k.shape[2], q.device
     int8, in_cells = precision == "int8", selection.granularity == "cell32"
-    in_blocks = in_cells and not int8
-    chosen = CHOSEN[q.dtype, dim, "cells" if in_blocks else precision]
+    chosen = CHOSEN[q.dtype, dim, _in_cells(precision) if in_cells else precision]
     lay_out, fixed, online = (_kernel(name, device) for name in (chosen.rows, chosen.fixed, chosen.online))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -98,9 +104,9 @@ def token_sparse_attention(
     pooled = isinstance(tail, PooledTail)
     size = (tail.size if pooled else tail) or 0
     cells = ceil_div(keys, size) if size else 0
-    counted = size % WORD == 0 and (not in_blocks or size <= WORD * WORD)  # by the kernel
-    width = (3 * dim + 32) // 2 if int8 else 2 * dim  # of a row, in elements of 16 bits
-    begins, ends = (WORD * ceil_div(n, WORD) if in_blocks else n for n in (keys, cells))  # rows before the pooled ones, and of these
+    counted = size % WORD == 0 and (not in_cells or size <= WORD * WORD)  # by the kernel
+    width = (3 * dim + (4 if in_cells else 32)) // 2 if int8 else 2 * dim  # of a row, on average in a block, in elements of 16 bits
+    begins, ends = (WORD * ceil_div(n, WORD) if in_cells else n for n in (keys, cells))  # rows before the pooled ones, and of these
     per_head = 2 * (begins + ends) * width + (0 if counted else 4 * groups.count * cells) + (length * (dim + 16) if int8 else 0)
 
     for b in range(batch):
@@ -112,11 +118,11 @@ def token_sparse_attention(
                 mean = _mean(_kernel(chosen.sums, device), k[b, some], stream)
                 queries = _codes(_kernel(chosen.queries, device), queries, stream)
             _lay_out(lay_out, k[b, some], v[b, some], selection.cells.order, mean, rows, 0 if pooled else size, stream)
-            if pooled and in_blocks:
+            if pooled and in_cells and not int8:
                 pooled_k, pooled_v = (cubin.aligned(x[b, some].to(q.dtype)) for x in (tail.k, tail.v))
                 _lay_out(lay_out, pooled_k, pooled_v, torch.arange(cells, device=device), mean, rows[:, begins:], 0, stream)
             elif pooled:
-                _put_pooled(rows[:, begins:], tail.k[b, some], tail.v[b, some], mean if int8 else None)
+                _put_pooled(rows[:, begins:], tail.k[b, some], tail.v[b, some], mean if int8 else None, in_cells)
             bias = rows if counted else _biases(selection, b, some, size)
             total = here * groups.count
             again = torch.zeros(1 + 2 * total, dtype=torch.int32, device=device)
@@ -169,15 +175,27 @@ def _codes(codes_of: cubin.Kernel, q: Tensor, stream: int) -> Tensor:
     return rows
 
 
-def _put_pooled(rows: Tensor, k: Tensor, v: Tensor, mean: Tensor | None) -> None:
-    """The tail's pooled keys and values (H, cells, D) into their rows; with the keys' mean (H, D) in int8."""
+def _put_pooled(rows: Tensor, k: Tensor, v: Tensor, mean: Tensor | None, in_blocks: bool) -> None:
+    """The tail's pooled keys and values (H, cells, D) into their rows; with the keys' mean (H, D) in int8, then also into blocks of 32."""
     dim = k.shape[2]
     if mean is None:
         rows[..., :dim], rows[..., dim:] = k, v
         return
-    codes, scale = quantised(k.float() - mean[:, None], "int8")
-    rows[..., : dim // 2], rows[..., dim // 2 : 3 * dim // 2] = codes.view(rows.dtype), v
-    rows[..., 3 * dim // 2 : 3 * dim // 2 + 2] = scale.view(rows.dtype)
+    past = (0, 0, 0, rows.shape[1] - k.shape[1])  # the end, rows of the last block
+    k, v = pad(k.float() - mean[:, None], past), pad(v.to(rows.dtype), past)
+    codes, scale = (x.view(rows.dtype) for x in quantised(k, "int8"))
+    if in_blocks:
+        parts = _swizzled(codes), _swizzled(v), scale.unflatten(1, (-1, WORD)).flatten(2)
+        rows.view(len(rows), -1, WORD * rows.shape[2]).copy_(torch.cat(parts, 2))
+    else:
+        rows[..., : dim // 2], rows[..., dim // 2 : 3 * dim // 2], rows[..., 3 * dim // 2 : 3 * dim // 2 + 2] = codes, v, scale
+
+
+def _swizzled(x: Tensor) -> Tensor:
+    """Rows (H, n, w) of 16-bit elements as they lie in blocks of 32, (H, n / 32, 32 w): cute_sm90_rows.py says how."""
+    pieces = x.unflatten(2, (-1, 8, 8)).unflatten(1, (-1, 4, 8)).transpose(3, 4)  # (H, n / 32, eight, columns, row of 8, piece, 8)
+    eight = torch.arange(8, device=x.device)
+    return pieces[..., eight[:, None], eight ^ eight[:, None], :].flatten(2)
 
 
 def _biases(selection: KeySelection, b: int, some: slice, size: int) -> Tensor:

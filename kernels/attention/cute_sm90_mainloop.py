@@ -19,7 +19,7 @@ wgmma calls 128-byte swizzle, for K (rows are the outputs' columns) as well as f
 Where a bit stands for a cell of 32 keys, the variants with `cells` find rows laid out as shared memory wants them, 32 to a block. One warp
 reads the bits and has blocks copied whole by the copy engine, which also says when they are there; the three others gather queries and
 factors alone. There are no lists then, and biases go with the stages of K. In a stage, 8 rows of one 128 bytes of columns are followed by
-the same 8 rows of the next.
+the same 8 rows of the next. With int8, a block's scales are copied with its K.
 """
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PARAMETERS = (
 class Variant:
     """One cubin. tile: keys in one step; stages: tiles in flight; producer, consumer: registers; online: with a running maximum.
 
-    qk: what queries and keys are, "half", of dtype, or "int8"; cells: rows come in blocks of 32, with "half" alone.
+    qk: what queries and keys are, "half", of dtype, or "int8"; cells: rows come in blocks of 32.
     """
 
     dtype: str = "bf16"
@@ -146,12 +146,14 @@ class Variant:
 
 
 # By measurement on an H200 (benchmarks/ladder/hopper_sparse.md).
+_SPLIT = (56, 224), (40, 232)  # producer and consumer registers; the second for a running maximum without spills where cells are copied whole
 SHIPPED = tuple(
-    Variant(dtype, dim, tile, stages, online=online)
-    for dim, tile, stages in ((128, 144, 2), (64, 192, 4)) for dtype in ("bf16", "fp16") for online in (False, True)
-) + tuple(Variant(dtype, 128, 160, 3, qk="int8", online=online) for dtype in ("bf16", "fp16") for online in (False, True)) + tuple(
-    Variant(dtype, dim, tile, stages, producer=40, consumer=232, online=online, cells=True)
-    for dim, tile, stages in ((128, 160, 2), (64, 192, 4)) for dtype in ("bf16", "fp16") for online in (False, True)
+    Variant(dtype, dim, tile, stages, *_SPLIT[cells and online], online=online, qk=qk, cells=cells)
+    for dim, tile, stages, qk, cells in (
+        (128, 144, 2, "half", False), (64, 192, 4, "half", False), (128, 160, 3, "int8", False),
+        (128, 160, 2, "half", True), (64, 192, 4, "half", True), (128, 160, 3, "int8", True),
+    )
+    for dtype in ("bf16", "fp16") for online in (False, True)
 )  # fmt: skip
 
 
@@ -482,13 +484,16 @@ class Sparse:
         self.v = variant
         v = variant
         self.int8 = v.qk == "int8"
-        self.row = 3 * v.dim + 32 if self.int8 else 4 * v.dim  # bytes of a row of K and V
+        self.row = 3 * v.dim + (4 if v.cells else 32) if self.int8 else 4 * v.dim  # bytes of a row of K and V, on average in a block
+        # Of a block, what comes with K and with V: where it begins and its bytes. The second part is the scales.
+        self.key_parts = ((0, CELL * v.qk_row),) + ((CELL * 3 * v.dim, CELL * 4),) * self.int8
+        self.value_parts = ((CELL * v.qk_row, CELL * 2 * v.dim),)
         self.pieces, self.qk_pieces = v.dim // 8, v.qk_row // 16  # 16-byte pieces of a row of V, and of Q or K
         # Each warp gathers 16 n rows of a tile, the first one what is left over too.
         self.share = v.tile // 48 * 16
         self.extra = v.tile - 3 * self.share
         self.q_each = -(-M * self.qk_pieces // GATHERING // 4) * 4  # consecutive queries that a thread copies its piece of
-        wrong = v.tile % (CELL if v.cells else 16) or v.dim not in (64, 128) or v.qk_row < 128 or (v.cells and self.int8)
+        wrong = v.tile % (CELL if v.cells else 16) or v.dim not in (64, 128) or v.qk_row < 128
         if wrong or v.offsets["total"] > 232_448:
             raise ValueError(f"{v} does not fit")
         # Barriers, in shared memory after `offsets["barriers"]`.
@@ -763,6 +768,7 @@ class Sparse:
         v, BLOCKS = self.v, self.v.tile // CELL
         starts_at = start + v.offsets["barriers"], start + v.offsets["k"], start + v.offsets["v"], start + v.offsets["bias"]
         bars_at, k_to, v_to, bias_at = (cute.arch.shuffle_sync(x, 0) for x in starts_at)  # as in list_rows
+        scales_to = bars_at + (v.offsets["k_scales"] - v.offsets["barriers"])
         key_blocks, pooled = self.blocks(keys), self.blocks(cells)
         k_stage, k_phase, v_stage, v_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         run = block
@@ -798,7 +804,8 @@ class Sparse:
                     for i in cutlass.range_constexpr(BLOCKS):
                         store_shared_f32(bias_at + (k_stage * v.tile + i * CELL + lane) * 4, biases[i])
                     cute.arch.sync_warp()
-                self.copy_blocks(bars, bars_at, self.k_full + k_stage, k_to + k_stage * (v.tile * v.dim * 2), numbers, head_at, lane)
+                to = k_to + k_stage * (v.tile * v.qk_row), scales_to + k_stage * (v.tile * 4)
+                self.copy_blocks(bars, bars_at, self.k_full + k_stage, to, numbers, head_at, lane, self.key_parts)
                 k_stage, k_phase = self.after(k_stage, k_phase, v.stages)
                 if tile > 0:
                     v_stage, v_phase = self.copy_values(bars, bars_at, v_to, before, head_at, lane, v_stage, v_phase)
@@ -873,19 +880,21 @@ class Sparse:
         """V of a tile's blocks."""
         STAGE = self.v.tile * self.v.dim * 2
         cute.arch.mbarrier_wait(bars + self.v_empty + v_stage, v_phase)
-        self.copy_blocks(bars, bars_at, self.v_full + v_stage, to + v_stage * STAGE, numbers, head_at + CELL * 2 * self.v.dim, lane)
+        self.copy_blocks(bars, bars_at, self.v_full + v_stage, (to + v_stage * STAGE,), numbers, head_at, lane, self.value_parts)
         return self.after(v_stage, v_phase, self.v.stages)
 
     @cute.jit
-    def copy_blocks(self, bars, bars_at, barrier, to, numbers, source, lane):
-        """K or V of a tile's blocks to `to`; barrier: number of the one that waits for them."""
-        HALF = CELL * 2 * self.v.dim  # bytes of a block's K, and of its V
+    def copy_blocks(self, bars, bars_at, barrier, to, numbers, head_at, lane, parts: cutlass.Constexpr):
+        """Parts of a tile's blocks, each to its own `to`; barrier: number of the one that waits for them."""
         BLOCKS = self.v.tile // CELL
         each = [cute.arch.shuffle_sync(numbers, i) for i in range(BLOCKS)]
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(bars + barrier, BLOCKS * HALF)
-            for i in cutlass.range_constexpr(BLOCKS):
-                copy_block(to + i * HALF, source + Int64(each[i]) * (2 * HALF), HALF, bars_at + barrier * 8)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars + barrier, BLOCKS * sum(count for _, count in parts))
+            for j in cutlass.range_constexpr(len(parts)):
+                begin, count = parts[j]
+                for i in cutlass.range_constexpr(BLOCKS):
+                    source = head_at + begin + Int64(each[i]) * (CELL * self.row)
+                    copy_block(to[j] + i * count, source, count, bars_at + barrier * 8)
         cute.arch.sync_warp()
 
     # The warps that gather ............................................................................................................
@@ -1013,7 +1022,7 @@ class Sparse:
                 tokens = self.queries(order, order_h, first, groups, local, row, piece)
             if epilogue == RANK:
                 factors = scales + Int64(first + head) * rank * (2 * self.v.dim)
-                factors_phase = self.gather_rank(start, bars, factors, rank, piece, thread, factors_phase)
+                factors_phase = self.gather_rank(start, bars, factors, rank, thread % self.pieces, thread, factors_phase)
         wait_for_copies()
 
     @cute.jit

@@ -6,6 +6,7 @@ which comes from a pass of its own.
 
 For the attention that copies cells, rows come in blocks of 32 as it wants them in shared memory: K, then V, each as 8 rows of 128 bytes of
 columns, the same 8 rows of the next 128 bytes, the next 8 rows; piece i of 16 bytes of row r lies at i ^ r % 8. Rows past an end are zeros.
+In int8 the 32 scales of the keys follow, 1 past an end.
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from cute_sm90_mainloop import (
     packed,
     packed_bytes,
     product_plus,
+    store_f32,
     store_two_words,
     store_words,
     unpacked,
@@ -37,10 +39,10 @@ ROUNDER = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole nu
 # Parameters of the kernels, in order: name and type; "p" is a pointer. Strides count elements of 16 bits.
 #
 # k, v (heads, length, D) by their strides; order (length,) int64: token at each place; rows (heads, length + cells, 2 D) rows_h apart, or
-# with int8 of 3 D + 32 bytes: keys, values, the key's scale, zeros to 16 bytes and nothing. In cells, rows (heads, blocks, 32 * 2 D) are
-# blocks: first those of keys. mean (heads, D) float32, with int8: of the keys. size: keys of a cell, 32, 64 or 128; 0: no means.
-# Parts: heads * ceil(length / places), heads fastest: where the model keeps (B, S, H, D), their rows are neighbours. A launch may have
-# fewer programs than parts.
+# with int8 of 3 D + 32 bytes: keys, values, the key's scale, zeros to 16 bytes and nothing. In cells, rows (heads, blocks, 32 * 2 D), or
+# with int8 of 32 * (3 D + 4) bytes, are blocks: first those of keys. mean (heads, D) float32, with int8: of the keys. size: keys of a cell,
+# 32, 64 or 128; 0: no means. Parts: heads * ceil(length / places), heads fastest: where the model keeps (B, S, H, D), their rows are
+# neighbours. A launch may have fewer programs than parts.
 ROWS = (
     ("k", "p"), ("v", "p"), ("order", "p"), ("mean", "p"), ("rows", "p"),
     ("k_h", "i64"), ("v_h", "i64"), ("rows_h", "i64"),
@@ -91,7 +93,7 @@ class Variant:
 
 SHIPPED = (
     *(Variant(what, dtype, dim) for what in ("rows", "rows_cells") for dim in (128, 64) for dtype in ("bf16", "fp16")),
-    *(Variant(what, dtype, blocks=5) for what in ("rows_int8", "queries_int8", "sums") for dtype in ("bf16", "fp16")),
+    *(Variant(what, dtype, blocks=5) for what in ("rows_int8", "rows_int8_cells", "queries_int8", "sums") for dtype in ("bf16", "fp16")),
 )
 
 
@@ -123,8 +125,8 @@ class Pass:
         return fma(fma(-q, b, a), y, q)
 
     @cute.jit
-    def store_quantised(self, to, end, x, live, first):
-        """A row of 16 lanes with 8 values each: this lane's codes at `to`, the scale at `end` by the first lane."""
+    def store_quantised(self, to, end, x, live, first, alone: cutlass.Constexpr = False):
+        """A row of 16 lanes with 8 values each: this lane's codes at `to`, the scale, alone or before zeros, at `end` by the first."""
         reach = magnitude(x[0], x[1])
         for i in cutlass.range_constexpr(1, 4):
             reach = magnitude(reach, magnitude(x[2 * i], x[2 * i + 1]))
@@ -137,7 +139,10 @@ class Pass:
         if live:
             store_two_words(to, [packed_bytes(codes[:4]), packed_bytes(codes[4:])])
             if first:
-                store_words(end, [other_type(scale), Int32(0), Int32(0), Int32(0)])
+                if const_expr(alone):
+                    store_f32(end, scale)
+                else:
+                    store_words(end, [other_type(scale), Int32(0), Int32(0), Int32(0)])
 
 
 class Rows(Pass):
@@ -145,8 +150,8 @@ class Rows(Pass):
 
     def __init__(self, variant: Variant):
         super().__init__(variant)
-        self.int8, self.cells = variant.what == "rows_int8", variant.what == "rows_cells"
-        self.row = 3 * variant.dim + 32 if self.int8 else 4 * variant.dim  # bytes
+        self.int8, self.cells = "int8" in variant.what, "cells" in variant.what
+        self.row = 3 * variant.dim + (4 if self.cells else 32) if self.int8 else 4 * variant.dim  # bytes, on average in a block
         self.pieces = 2 * variant.dim // 8  # 16-byte pieces of a key and its value
         self.at_once = 32 // self.pieces  # rows of a warp
 
@@ -201,7 +206,7 @@ class Rows(Pass):
                 if const_expr(self.cells):  # noqa: SIM102 -- the outer one is decided by the compiler
                     if end == length:
                         for place in cutlass.range(pooled + 1, (pooled + CELL) // CELL * CELL, unroll=1):
-                            self.store(head_at, place, x, [Int32(0)] * 4, piece, of_values, part == 0)
+                            self.store(head_at, place, [Float32(0.0)] * 8, [Int32(0)] * 4, piece, of_values, part == 0)
                 sums = [Float32(0.0)] * 8
 
     @cute.jit
@@ -229,9 +234,15 @@ class Rows(Pass):
         to = head_at + Int64(place) * self.row
         if const_expr(self.cells):
             row, column = place % CELL, piece % (self.pieces // 2)
-            to = head_at + Int64(place // CELL) * (CELL * self.row) + piece // (self.pieces // 2) * (CELL * 2 * D)
+            block_at = head_at + Int64(place // CELL) * (CELL * self.row)
+            to = block_at + piece // (self.pieces // 2) * (CELL * (D if self.int8 else 2 * D))
             to += row // 8 * (D * 16) + column // 8 * 1024 + row % 8 * 128 + (column % 8 ^ row % 8) * 16
-            if live:
+            if const_expr(self.int8):
+                if live and of_values:
+                    store_words(to, words)
+                codes_at = block_at + row * D + (column // 2 ^ row % 8) * 16 + column % 2 * 8
+                self.store_quantised(codes_at, block_at + CELL * 3 * D + row * 4, x, live and not of_values, piece == 0, True)
+            elif live:
                 store_words(to, words)
         elif const_expr(self.int8):
             if live and of_values:
@@ -300,5 +311,6 @@ class Sums(Halves):
 
 
 KERNELS = {
-    "rows": (Rows, ROWS), "rows_cells": (Rows, ROWS), "rows_int8": (Rows, ROWS), "queries_int8": (Queries, QUERIES), "sums": (Sums, SUMS),
+    "rows": (Rows, ROWS), "rows_cells": (Rows, ROWS), "rows_int8": (Rows, ROWS), "rows_int8_cells": (Rows, ROWS),
+    "queries_int8": (Queries, QUERIES), "sums": (Sums, SUMS),
 }  # fmt: skip
