@@ -146,7 +146,8 @@ class Variant:
 
 
 # By measurement on an H200 (benchmarks/ladder/hopper_sparse.md).
-_SPLIT = (56, 224), (40, 232)  # producer and consumer registers; the second for a running maximum without spills where cells are copied whole
+# Producer and consumer registers; the second where cells are copied whole and a running maximum would spill.
+_SPLIT = (56, 224), (40, 232)
 SHIPPED = tuple(
     Variant(dtype, dim, tile, stages, *_SPLIT[cells and online], online=online, qk=qk, cells=cells)
     for dim, tile, stages, qk, cells in (
