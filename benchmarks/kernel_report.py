@@ -44,7 +44,7 @@ def shown(row: dict) -> bool:
         low = row["backend"].startswith(("sol_attn", "comfy_kitchen", "sageattention"))
         return largest and (row["selection"] == "random" or low)
     if row["precision"] != "half":
-        return largest and (row["residual"] == "rank-8" or row["density"] == 0.15)
+        return largest and (row["residual"] == "rank-8" or row["density"] == 0.15 or row["granularity"] == "cell32")
     if row["selection"] == "demo":
         return row["residual"] == "rank-8"
     return row["selection"] != "random" or (row["tail"] > 0 and (largest or row["density"] == 0.15))
@@ -62,6 +62,8 @@ def attention_lines(rows: list[dict]) -> list[str]:
         else:
             name, keys = r["backend"] + NOTES.get(r["backend"].split(" 0.")[0], ""), f"{r['executed']:.3f}"
             name += f", {r['selection']}" * (r["executed"] < 1)
+        if "commit" in r:  # not of this run
+            name += f" (commit {r['commit']})"
         error = percent(r["error"] if "density" in r or r["executed"] == 1 else None)
         from_dense = percent(r["dense_error"] if r["selection"] != "random" else None)
         speed = f"{r['ms']:.2f} | {dense_ms(r):.1f} | {r['efficiency']:.2f}"
