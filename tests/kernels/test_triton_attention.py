@@ -8,6 +8,7 @@ import torch
 
 from mc_sparse.kernels import (
     CellOrder,
+    Geometry,
     KeySelection,
     PooledTail,
     QueryGroups,
@@ -23,7 +24,7 @@ from mc_sparse.kernels import (
     sparse_residual,
     token_sparse_attention,
 )
-from mc_sparse.kernels.attention import passes, reference, triton_sparse
+from mc_sparse.kernels.attention import cute_sm90, passes, reference, triton_sparse
 from mc_sparse.kernels.dtypes import half
 from mc_sparse.kernels.pooling import triton_pool
 from mc_sparse.kernels.quantise import key_mean, quantised
@@ -704,3 +705,44 @@ def test_200_thousand_tokens(precision):
     for dense in (None, v):
         arguments = (*Case(q, k, v, groups, selection, 64).arguments(dense=dense), *named)
         assert selfcheck.check("token_sparse_attention", triton_sparse.token_sparse_attention(*arguments), arguments)
+
+
+# ---- the Hopper kernels, on the same random geometries
+
+HOPPER = [
+    Variant(128, torch.bfloat16, "none", "bshd", "token", 64),
+    Variant(128, torch.bfloat16, "rank-8", "bhsd", "token", 128),
+    Variant(128, torch.float16, "difference", "odd", "token", 7),
+    Variant(128, torch.bfloat16, "int4", "odd", "cell32", 64),
+    Variant(128, torch.float16, "none", "bshd", "cell32", 32),
+    Variant(64, torch.bfloat16, "none", "bshd", "cell32", 128),
+    Variant(64, torch.float16, "fp8", "bhsd", "token", 32),
+    Variant(64, torch.bfloat16, "difference", "bhsd", "cell32", 100),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too many to interpret")
+@pytest.mark.parametrize("precision", cute_sm90.PRECISIONS)
+@pytest.mark.parametrize("variant", HOPPER, ids=lambda v: f"{v.dim}-{str(v.dtype)[6:]}-{v.residual}-{v.layout}-{v.granularity}-{v.tail}")
+def test_random_geometries_on_hopper(variant, precision):
+    """63 for each of 8 variants, 504, and 12 for each in int8; sampled rows against float32, and the same from call to call."""
+    for seed in range(63 if precision == "half" else 12):
+        case, generator = random_case(variant, seed)
+        why_not = cute_sm90.why_not(replace(Geometry.of(case.q, case.k), precision=precision))
+        if why_not is not None:
+            pytest.skip(why_not)
+        residual = dense = None
+        if variant.residual == "difference":
+            dense = random_rows(generator, case.q.shape, variant.dtype, variant.layout, False)
+        elif variant.residual != "none":
+            shape = (*case.q.shape[:2], case.groups.order.shape[2], case.q.shape[3])
+            residual = compress_residual(torch.randn(shape, generator=generator, device="cuda").to(variant.dtype), variant.residual)
+        arguments = (*case.arguments(residual, dense), precision)
+        result = cute_sm90.token_sparse_attention(*arguments)
+        again = cute_sm90.token_sparse_attention(*arguments)
+        try:
+            selfcheck.check("token_sparse_attention", result, arguments)
+            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(result, again, strict=True) if x is not None)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: q {tuple(case.q.shape)}, {case.k.shape[2]} keys") from error
