@@ -611,6 +611,16 @@ def random_case(variant, seed):
     return Case(q, k, v, QueryGroups(members, length), selection, tail), generator
 
 
+def random_end(variant, case, generator):
+    """(residual, dense) as the variant has them."""
+    if variant.residual == "difference":
+        return None, random_rows(generator, case.q.shape, variant.dtype, variant.layout, False)
+    if variant.residual == "none":
+        return None, None
+    shape = (*case.q.shape[:2], case.groups.order.shape[2], case.q.shape[3])
+    return compress_residual(torch.randn(shape, generator=generator, device="cuda").to(variant.dtype), variant.residual), None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="too many to interpret")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.dim}-{str(v.dtype)[6:]}-{v.residual}-{v.layout}-{v.tail}")
@@ -618,13 +628,8 @@ def test_random_geometries(variant):
     """63 for each of 8 variants: 504."""
     for seed in range(63):
         case, generator = random_case(variant, seed)
-        batch, heads, length, dim = case.q.shape
-        residual = dense = None
-        if variant.residual == "difference":
-            dense = random_rows(generator, case.q.shape, variant.dtype, variant.layout, False)
-        elif variant.residual != "none":
-            r = torch.randn((batch, heads, case.groups.order.shape[2], dim), generator=generator, device="cuda", dtype=torch.float32)
-            residual = compress_residual(r.to(variant.dtype), variant.residual)
+        batch, heads = case.q.shape[:2]
+        residual, dense = random_end(variant, case, generator)
         last = case.groups.count - 1
         some = {(0, 0, last), (batch - 1, heads - 1, 0), (batch // 2, heads // 2, last // 2), (0, heads - 1, last // 3)}
         try:
@@ -667,12 +672,7 @@ def test_170_thousand_tokens_at_offsets_beyond_2_31():
 def test_random_geometries_in_low_precision(variant):
     for seed in range(12):
         case, generator = random_case(variant, seed)
-        residual = dense = None
-        if variant.residual == "difference":
-            dense = random_rows(generator, case.q.shape, variant.dtype, variant.layout, False)
-        elif variant.residual != "none":
-            shape = (*case.q.shape[:2], case.groups.order.shape[2], case.q.shape[3])
-            residual = compress_residual(torch.randn(shape, generator=generator, device="cuda").to(variant.dtype), variant.residual)
+        residual, dense = random_end(variant, case, generator)
         for precision in LOW:
             arguments = (*case.arguments(residual, dense), precision)
             result = triton_sparse.token_sparse_attention(*arguments)
@@ -732,12 +732,7 @@ def test_random_geometries_on_hopper(variant, precision):
         why_not = cute_sm90.why_not(replace(Geometry.of(case.q, case.k), precision=precision))
         if why_not is not None:
             pytest.skip(why_not)
-        residual = dense = None
-        if variant.residual == "difference":
-            dense = random_rows(generator, case.q.shape, variant.dtype, variant.layout, False)
-        elif variant.residual != "none":
-            shape = (*case.q.shape[:2], case.groups.order.shape[2], case.q.shape[3])
-            residual = compress_residual(torch.randn(shape, generator=generator, device="cuda").to(variant.dtype), variant.residual)
+        residual, dense = random_end(variant, case, generator)
         arguments = (*case.arguments(residual, dense), precision)
         result = cute_sm90.token_sparse_attention(*arguments)
         again = cute_sm90.token_sparse_attention(*arguments)
