@@ -302,9 +302,7 @@ def main() -> None:
     bf16, fp16 = torch.bfloat16, torch.float16
     plain = [(d, t, "token", "random", None, "half") for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
     low = [(d, 64, "token", "random", None, precision) for d in (0.10, 0.15) for precision in ("int8", "fp8")]
-    whole = [(d, 64, "cell32", "random", None, "half") for d in (0.15, 0.10, 0.30)] + [
-        (d, 64, "cell32", "random", None, "int8") for d in (0.15, 0.10, 0.30)
-    ]
+    whole = [(d, 64, "cell32", "random", None, precision) for precision in ("half", "int8") for d in (0.15, 0.10, 0.30)]
     rows = []
     heads, grid, dim = WAN_720
     length = grid[0] * grid[1] * grid[2]

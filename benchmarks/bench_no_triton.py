@@ -1,27 +1,23 @@
 """Sparse attention on Hopper with Triton out of reach: every operation by `auto`, checked against float32 samples, with times and memory.
 
-    python benchmarks/bench_no_triton.py                      Triton blocked
-    python benchmarks/bench_no_triton.py --triton             the same with Triton, to compare: the lines "bits" must be equal
-    python benchmarks/bench_no_triton.py --out FILE           writes the times
-
-The last line is OK or the first thing that is wrong.
+With --triton the same with Triton, to compare: the lines "bits" must be equal. Run by path.
 """
+from __future__ import annotations
+
+import argparse
 import hashlib
-import importlib.util
 import sys
 import time
-from pathlib import Path
 
-BLOCKED = "--triton" not in sys.argv
+PARSER = argparse.ArgumentParser(description=__doc__)
+PARSER.add_argument("--triton", action="store_true", help="with Triton")
+PARSER.add_argument("--out", help="JSON file to write")
+ARGS = PARSER.parse_args()
+BLOCKED = not ARGS.triton
 if BLOCKED:
-    sys.modules["triton"] = None
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
-spec = importlib.util.spec_from_file_location("mc_sparse", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-sys.modules["mc_sparse"] = package = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(package)
+    sys.modules["triton"] = None  # before PyTorch is imported
 
-import harness  # noqa: E402 -- it would import Triton's package with PyTorch
+import harness  # noqa: E402
 import torch  # noqa: E402
 
 from mc_sparse.kernels import (  # noqa: E402
@@ -60,20 +56,8 @@ def clustered(seed):
 
 def timed(name, function, repeats=3):
     """The result; prints the median time and what it took of memory beyond its inputs."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = function()
-    torch.cuda.synchronize()
-    peak, times = torch.cuda.max_memory_allocated() - before, []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    ms = sorted(times)[repeats // 2]
+    result, peak = function(), harness.peak_extra(function)
+    ms = harness.interleaved({name: function}, repeats).popitem()[1].ms
     row = {"operation": name.strip(), "triton": not BLOCKED, "H": H, "S": S, "D": D, "density": DENSITY}
     ROWS.append({**row, "ms": ms, "peak_bytes": peak})
     print(f"[{time.time() - START:5.1f} s] {name}: {ms:.1f} ms, {peak / 2**20:.0f} MiB beyond the inputs", flush=True)
@@ -154,15 +138,8 @@ def main():
     print(f"peak of everything {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {time.time() - START:.0f} s")
 
 
-try:
+if __name__ == "__main__":
     with torch.inference_mode():
         main()
-    if "--out" in sys.argv:
-        harness.write(sys.argv[sys.argv.index("--out") + 1], ROWS)
-    print("OK")
-except Exception as error:
-    import traceback
-
-    traceback.print_exc()
-    print("WRONG:", type(error).__name__, str(error)[:500])
-    sys.exit(1)
+    if ARGS.out:
+        harness.write(ARGS.out, ROWS)

@@ -23,16 +23,20 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 def why_not(cubins: Iterable[Path]) -> str | None:
     """None when these cubins (paths without ending) are there, or are made here, and the driver's library can be loaded."""
     for path in cubins:
-        if cubin_jit.makes(path.name):
-            continue
-        for part in (path.with_suffix(".cubin"), path.with_suffix(".json")):
-            if not part.exists():
-                return f"lacks its compiled kernel's {part.name}"
+        missing = _missing(path)
+        if missing is not None and not cubin_jit.makes(path.name):
+            return f"lacks its compiled kernel's {missing}"
     try:
         driver()
     except OSError as error:
         return f"cannot load the CUDA driver's library: {error}"
     return None
+
+
+@cache  # asked before every call of an operation
+def _missing(path: Path) -> str | None:
+    parts = path.with_suffix(".cubin"), path.with_suffix(".json")
+    return next((part.name for part in parts if not part.exists()), None)
 
 
 @cache

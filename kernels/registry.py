@@ -21,7 +21,6 @@ import torch
 
 from . import cubin_jit
 from .dtypes import exact
-from .quantise import PRECISIONS
 from .shapes import Geometry
 
 AUTO = "auto"
@@ -142,7 +141,7 @@ def call(op: str, geometry: Geometry, request: str, *args):
         except Exception as error:
             if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
                 raise
-            if _is_out_of_memory(error):  # hosts know it by its class
+            if is_out_of_memory(error):  # hosts know it by its class
                 raise torch.cuda.OutOfMemoryError(_first_line(error)) from error
             if _is_final(error):
                 raise RuntimeError(
@@ -175,19 +174,20 @@ def pick(op: str, geometry: Geometry, request: str = AUTO) -> ModuleType:
 def why_none(geometry: Geometry) -> str | None:
     """None when `auto` has a backend of every operation for this geometry, else a sentence naming the first that has none."""
     for op in _CANDIDATES:
-        if all(_why_not(op, c, geometry, by_name=False) for c in candidates(op)):
-            return f"no backend of {op} can run {_words(geometry)} ({_reasons(op, geometry, by_name=False)})"
+        if why_not := _why_not_any(op, geometry):
+            return f"no backend of {op} can run {_words(geometry)} ({why_not})"
     return None
 
 
-def precisions(geometry: Geometry) -> dict[str, str | None]:
-    """For each of PRECISIONS: None when `auto` has a backend of the sparse attention for it here, else every backend's reason."""
-    found = {}
-    for precision in PRECISIONS:
-        asked = replace(geometry, precision=precision)
-        can = any(reason is None for reason in reasons(SPARSE, asked).values())
-        found[precision] = None if can else _reasons(SPARSE, asked, by_name=False)
-    return found
+def why_no_precision(geometry: Geometry, precision: str) -> str | None:
+    """None when `auto` has a backend of the sparse attention for this geometry in a precision, else every backend's reason."""
+    return _why_not_any(SPARSE, replace(geometry, precision=precision))
+
+
+def _why_not_any(op: str, geometry: Geometry) -> str | None:
+    if all(_why_not(op, c, geometry, by_name=False) for c in candidates(op)):
+        return _reasons(op, geometry, by_name=False)
+    return None
 
 
 def demotions() -> tuple[Demotion, ...]:
@@ -239,7 +239,8 @@ def _is_recording(geometry: Geometry) -> bool:
     return torch.compiler.is_compiling() or (geometry.device_type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host ran out of memory, in whatever class of error."""
     text = str(error).lower()
     # FlashAttention-3 is built on the stable ABI, where a failed allocation is a failed call of aten::new_empty and no more.
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or any(words in text for words in _OUT_OF_MEMORY)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..kernels import BackendUnavailable, Geometry, pick, precisions
+from ..kernels import BackendUnavailable, Geometry, pick, why_no_precision
 from ..kernels.registry import AUTO, SPARSE
 
 PRECISIONS = (AUTO, "bf16", "int8", "fp8")  # what a plan can ask for; bf16 is the model's own 16 bits, "half" in the kernels
@@ -40,7 +40,7 @@ def in_plan_words(precision: str) -> str:
 
 def _why_lacking(precision: str, geometry: Geometry, backend: str) -> str | None:
     if backend == AUTO:
-        return precisions(geometry)[precision]
+        return why_no_precision(geometry, precision)
     try:
         pick(SPARSE, replace(geometry, precision=precision), backend)
     except BackendUnavailable as error:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cute_sm90_mainloop import (
-    _asm,
     choose,
     copy16_or_zero,
+    copy_block,
     exp2,
     fma,
     load_f32,
@@ -31,7 +31,6 @@ from cute_sm90_mainloop import (
 )
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 
 GROUP = 128  # queries of a group
 GROUPS = 2  # of one program
@@ -95,17 +94,6 @@ class Variant:
 
 
 SHIPPED = (Variant("bf16"), Variant("fp16"), Variant("bf16", 64, 8), Variant("fp16", 64, 8))
-
-
-# --- single instructions -------------------------------------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def copy_bulk(to: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, ip=None):
-    """size bytes from global to shared memory, asynchronously; the barrier counts them."""
-    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
-    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
-    _asm(None, operands, text, "r,l,r", False, loc, ip)
 
 
 # --- the kernel ----------------------------------------------------------------------------------------------------------------------
@@ -178,7 +166,7 @@ class Masses:
             cute.arch.mbarrier_wait(empty + stage, turn ^ 1)
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_bytes)
             from_tile = source + Int64(cutlass.min(tile, tiles - 1)) * self.tile_bytes
-            copy_bulk(to + stage * self.tile_bytes, from_tile, self.tile_bytes, (full + stage).toint())
+            copy_block(to + stage * self.tile_bytes, from_tile, self.tile_bytes, (full + stage).toint())
 
     def place(self, tile):
         """Stage of a tile, and the parity of the stage's use."""

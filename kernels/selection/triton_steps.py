@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import triton_support
+from ..registry import is_out_of_memory
 from ..shapes import CellOrder, Geometry, ceil_div
 from .torch_steps import TILE
 from .triton_heaviest import Choice
@@ -29,9 +30,9 @@ def _why_no_launch(device: str) -> str | None:
     try:
         order = torch.arange(TILE, device=device)
         in_tiles(torch.zeros((1, 1, TILE, 64), dtype=torch.bfloat16, device=device), CellOrder(order, order), range(1))
-    except torch.cuda.OutOfMemoryError:  # says nothing of the next time
-        raise
     except Exception as error:  # whatever is missing
+        if is_out_of_memory(error):  # says nothing of the next time
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         _log.warning("MC-Sparse: Triton cannot run kernels here (%s): PyTorch chooses keys instead, so anchors are slower", reason)
         return f"cannot run kernels here: {reason}"

@@ -15,20 +15,24 @@ from mc_sparse.kernels import (
     compress_residual,
     dense_attention,
     group_queries,
-    precisions,
     registry,
     select_keys,
     selfcheck,
     sparse_residual,
     token_sparse_attention,
+    why_no_precision,
 )
 from mc_sparse.kernels.attention import reference
-from mc_sparse.kernels.quantise import key_mean, quantised, rounded
+from mc_sparse.kernels.quantise import PRECISIONS, key_mean, quantised, rounded
 from mc_sparse.kernels.registry import Candidate, Mismatch
 from mc_sparse.kernels.testing import make_qkv
 
 LOW = ("int8", "fp8")
 OP = "token_sparse_attention"
+
+
+def precisions(geometry):
+    return {precision: why_no_precision(geometry, precision) for precision in PRECISIONS}
 
 
 @pytest.fixture(autouse=True)
