@@ -98,12 +98,13 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
         _expect("the log-sum-exp", lse, q.shape[:3], torch.float32)
     orders = groups.expanded(*q.shape[:2])
     for b, h, g in _some_groups(q):
-        slots = [g * GROUP_SIZE + i for i in _spread(min(GROUP_SIZE, q.shape[2] - g * GROUP_SIZE))]
-        rows = orders[b, h, slots].long()
-        queries = q[b, h].index_select(0, rows)
+        members = orders[b, h, g * GROUP_SIZE : min(q.shape[2], (g + 1) * GROUP_SIZE)].long()
+        whole = q[b, h].index_select(0, members)  # whose queries share a scale
+        some = _spread(len(members))
+        rows, slots = members[some], [g * GROUP_SIZE + i for i in some]
         own = _of_group(selection, b, h, g)
         chosen = selected_keys(own, 0, 0)[0][selection.cells.place]  # (S,) in token order
-        yield _finite(queries, k[b, h], v[b, h])
+        yield _finite(whole, k[b, h], v[b, h])
         bias = torch.zeros(chosen.shape, dtype=torch.float32, device=q.device).masked_fill_(~chosen, -math.inf)
         mean = key_mean(read(k[b, h])) if precision != "half" else None
         parts = [(_keys(read(k[b, h]), mean, precision), read(v[b, h]), bias)]
@@ -126,9 +127,10 @@ def _token_sparse_attention(result, args: tuple, read: Read) -> Iterator[Finding
             yield _finite(added)
         rows_lse = lse[b, h, rows] if with_lse else None
         if with_lse and mean is not None:
-            rows_lse = rows_lse - read(queries) @ mean * scale
-        codes = _code_step(read(queries), [keys for keys, _, _ in parts], precision) * abs(scale)
-        yield from _rows_agree(rows_out, rows_lse, rounded(read(queries), precision), parts, added, scale, codes)
+            rows_lse = rows_lse - read(whole)[some] @ mean * scale
+        queries = rounded(read(whole), precision, over=(0, 1))[some]
+        codes = _code_step(queries, [keys for keys, _, _ in parts], precision) * abs(scale)
+        yield from _rows_agree(rows_out, rows_lse, queries, parts, added, scale, codes)
 
 
 def _keys(keys: Tensor, mean: Tensor | None, precision: str) -> Tensor:
@@ -137,7 +139,7 @@ def _keys(keys: Tensor, mean: Tensor | None, precision: str) -> Tensor:
 
 
 def _code_step(queries: Tensor, keys: list[Tensor], precision: str) -> Tensor:
-    """What the product of a query (n, D) and a key changes by when one number of the key is rounded to the next code, at most, (n,).
+    """What the product of a rounded query (n, D) and a key changes by when one number of the key gets the next code, at most, (n,).
 
     The mean that keys are smoothed by depends on the order of its sum, and so do codes of numbers half way between two.
     """

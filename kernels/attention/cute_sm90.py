@@ -2,7 +2,7 @@
 
 Three launches for some heads at a time: keys and values are laid out in cell order with the pooled ones after them (cute_sm90_rows.py);
 attention straight from the selection bits (cute_sm90_mainloop.py); and once more, with a running maximum, for groups in which a query left
-the range of its exponentials, of which there are hardly ever any. In int8 two more come first: the keys' mean, the queries' codes.
+the range of its exponentials, of which there are hardly ever any. In int8 the queries' codes come first.
 
 Where cells of 32 are selected, kernels of their own copy them whole: rows are laid out in blocks of 32 for these.
 """
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from .. import cubin
 from ..dtypes import half
 from ..pooling.reference import pool_cells
-from ..quantise import quantised
+from ..quantise import key_mean, quantised
 from ..residual import Residual
 from ..selection.bits import WORD, unselected_in_cells
 from ..shapes import CELL_SIZES, GROUP_SIZE, Geometry, KeySelection, PooledTail, QueryGroups, ceil_div
@@ -30,19 +30,18 @@ CUBINS = Path(__file__).with_name("cubins")
 
 
 class Cubins(NamedTuple):
-    """What runs a dtype, head dim and kind of rows, by name; sums and queries in int8."""
+    """What runs a dtype, head dim and kind of rows, by name; queries in int8."""
 
     rows: str
     fixed: str
     online: str
-    sums: str | None = None
     queries: str | None = None
 
 
 def _chosen(short: str, dim: int, tile: str, kind: str) -> Cubins:
     ending, flag = f"{short}_d{dim}", "" if kind == "half" else f"_{kind}"
     fixed = f"sparse_{ending}_{tile}{flag}"
-    before = (f"sums_{ending}", f"queries_int8_{ending}") if "int8" in kind else ()
+    before = (f"queries_int8_{ending}",) if "int8" in kind else ()
     return Cubins(f"rows{flag}_{ending}", fixed, f"{fixed}_online", *before)
 
 
@@ -51,12 +50,13 @@ CHOSEN = {
     (dtype, dim, kind): _chosen(short, dim, tile, kind)
     for dim, tile, kind in (
         (128, "n144_s2", "half"), (64, "n192_s4", "half"), (128, "n160_s2", "cells"), (64, "n192_s4", "cells"),
-        (128, "n160_s3", "int8"), (128, "n160_s3", "int8_cells"),
+        (128, "n144_s2", "int8"), (128, "n160_s3", "int8_cells"),
     )
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 }  # fmt: skip
 LOG2_E = 1.4426950408889634
 PLACES = 128  # that a warp of the passes before attention takes
+LINE = 64  # elements of 16 bits in a line of L2, which rows begin with
 
 
 def why_not(geometry: Geometry) -> str | None:
@@ -105,24 +105,28 @@ def token_sparse_attention(
     size = (tail.size if pooled else tail) or 0
     cells = ceil_div(keys, size) if size else 0
     counted = size % WORD == 0 and (not in_cells or size <= WORD * WORD)  # by the kernel
-    width = (3 * dim + (4 if in_cells else 32)) // 2 if int8 else 2 * dim  # of a row, on average in a block, in elements of 16 bits
+    width = 3 * dim // 2 if int8 else 2 * dim  # of a row, on average in a block, in elements of 16 bits
     begins, ends = (WORD * ceil_div(n, WORD) if in_cells else n for n in (keys, cells))  # rows before the pooled ones, and of these
-    per_head = 2 * (begins + ends) * width + (0 if counted else 4 * groups.count * cells) + (length * (dim + 16) if int8 else 0)
+    total_rows = begins + ends
+    each = ceil_div(total_rows * (width + 2 * int8), LINE) * LINE  # of a head, in elements; in int8 with the keys' scales
+    per_head = 2 * each + (0 if counted else 4 * groups.count * cells) + (groups.count * (GROUP_SIZE * dim + 4) if int8 else 0)
 
     for b in range(batch):
         for some in heads_at_once(heads, per_head, device):
             here = some.stop - some.start
-            rows = q.new_empty((here, begins + ends, width))
+            rows = q.new_empty((here, each))
             queries, mean = q[b, some], rows
             if int8:
-                mean = _mean(_kernel(chosen.sums, device), k[b, some], stream)
-                queries = _codes(_kernel(chosen.queries, device), queries, stream)
-            _lay_out(lay_out, k[b, some], v[b, some], selection.cells.order, mean, rows, 0 if pooled else size, stream)
+                mean = key_mean(k[b, some])
+                queries = _codes(_kernel(chosen.queries, device), queries, order[b, some], stream)
+            _lay_out(lay_out, k[b, some], v[b, some], selection.cells.order, mean, rows, total_rows, 0 if pooled else size, stream)
             if pooled and in_cells and not int8:
                 pooled_k, pooled_v = (cubin.aligned(x[b, some].to(q.dtype)) for x in (tail.k, tail.v))
-                _lay_out(lay_out, pooled_k, pooled_v, torch.arange(cells, device=device), mean, rows[:, begins:], 0, stream)
+                _lay_out(lay_out, pooled_k, pooled_v, torch.arange(cells, device=device), mean, rows[:, begins * width :], ends, 0, stream)
             elif pooled:
-                _put_pooled(rows[:, begins:], tail.k[b, some], tail.v[b, some], mean if int8 else None, in_cells)
+                table = rows[:, begins * width : total_rows * width].unflatten(1, (ends, width))
+                k_scales = rows[:, total_rows * width :].view(torch.float32)[:, begins:total_rows] if int8 else None
+                _put_pooled(table, k_scales, tail.k[b, some], tail.v[b, some], mean if int8 else None, in_cells)
             bias = rows if counted else _biases(selection, b, some, size)
             total = here * groups.count
             again = torch.zeros(1 + 2 * total, dtype=torch.int32, device=device)
@@ -142,53 +146,48 @@ def token_sparse_attention(
     return out, lse
 
 
-def _lay_out(one: cubin.Kernel, k: Tensor, v: Tensor, order: Tensor, mean: Tensor, rows: Tensor, size: int, stream: int) -> None:
-    """k and v (H, S, D) into rows (H, at least S, width), in that order (S,), with the means of cells of `size` after them."""
+def _lay_out(
+    one: cubin.Kernel, k: Tensor, v: Tensor, order: Tensor, mean: Tensor, rows: Tensor, total: int, size: int, stream: int
+) -> None:
+    """k and v (H, S, D) into the first of `total` rows of each of rows (H, ...), in that order (S,), with the means of cells of `size`."""
     heads, length, _ = k.shape
-    parts = _parts(one, heads, length)
+    parts = heads * ceil_div(length, PLACES * one.facts["variant"]["warps"])
     one.launch(
         parts, stream, k=k, v=v, order=order, mean=mean, rows=rows, k_h=k.stride(0), v_h=v.stride(0), rows_h=rows.stride(0),
-        k_s=k.stride(1), v_s=v.stride(1), heads=heads, length=length, size=size, parts=parts,
+        k_s=k.stride(1), v_s=v.stride(1), heads=heads, length=length, total=total, size=size, parts=parts,
     )  # fmt: skip
 
 
-def _parts(one: cubin.Kernel, heads: int, length: int) -> int:
-    """Programs of a pass before attention."""
-    return heads * ceil_div(length, PLACES * one.facts["variant"]["warps"])
-
-
-def _mean(sums_of: cubin.Kernel, k: Tensor, stream: int) -> Tensor:
-    """quantise.key_mean of k (H, S, D), (H, D)."""
-    heads, length, dim = k.shape
-    sums = torch.empty((heads, ceil_div(length, PLACES), dim), dtype=torch.float32, device=k.device)
-    parts = _parts(sums_of, heads, length)
-    sums_of.launch(parts, stream, x=k, sums=sums, x_h=k.stride(0), x_s=k.stride(1), heads=heads, length=length, parts=parts)
-    return sums.sum(1) / length
-
-
-def _codes(codes_of: cubin.Kernel, q: Tensor, stream: int) -> Tensor:
-    """q (H, S, D) in int8: rows of D codes, a float32 scale and zeros, as (H, S, (D + 16) / 2) of q's dtype."""
-    heads, length, dim = q.shape
-    rows = q.new_empty((heads, length, (dim + 16) // 2))
-    parts = _parts(codes_of, heads, length)
-    codes_of.launch(parts, stream, x=q, rows=rows, x_h=q.stride(0), x_s=q.stride(1), heads=heads, length=length, parts=parts)
+def _codes(codes_of: cubin.Kernel, q: Tensor, order: Tensor, stream: int) -> Tensor:
+    """q (H, S, D) in int8: (H, ...) of q's dtype, in which a head has its codes (G * 128, D) in that order, (H, G * 128), and G scales."""
+    heads, _, dim = q.shape
+    groups = order.shape[1] // GROUP_SIZE
+    rows = q.new_empty((heads, ceil_div(groups * (GROUP_SIZE * dim + 4), 16) * 8))
+    codes_of.launch(
+        heads * groups, stream, x=q, order=order, rows=rows, x_h=q.stride(0), order_h=order.stride(0), rows_h=rows.stride(0),
+        x_s=q.stride(1), heads=heads, groups=groups,
+    )  # fmt: skip
     return rows
 
 
-def _put_pooled(rows: Tensor, k: Tensor, v: Tensor, mean: Tensor | None, in_blocks: bool) -> None:
-    """The tail's pooled keys and values (H, cells, D) into their rows; with the keys' mean (H, D) in int8, then also into blocks of 32."""
+def _put_pooled(rows: Tensor, scales: Tensor | None, k: Tensor, v: Tensor, mean: Tensor | None, in_blocks: bool) -> None:
+    """The tail's pooled keys and values (H, cells, D) into their rows (H, rows, width).
+
+    In int8 with the keys' mean (H, D) and with the keys' scales (H, rows), then also into blocks of 32, of which the last ends with zeros.
+    """
     dim = k.shape[2]
     if mean is None:
         rows[..., :dim], rows[..., dim:] = k, v
         return
-    past = (0, 0, 0, rows.shape[1] - k.shape[1])  # the end, rows of the last block
+    past = (0, 0, 0, rows.shape[1] - k.shape[1])
     k, v = pad(k.float() - mean[:, None], past), pad(v.to(rows.dtype), past)
-    codes, scale = (x.view(rows.dtype) for x in quantised(k, "int8"))
+    codes, scale = quantised(k, "int8")
+    codes = codes.view(rows.dtype)
+    scales.copy_(scale[..., 0])
     if in_blocks:
-        parts = _swizzled(codes), _swizzled(v), scale.unflatten(1, (-1, WORD)).flatten(2)
-        rows.view(len(rows), -1, WORD * rows.shape[2]).copy_(torch.cat(parts, 2))
+        rows.unflatten(1, (-1, WORD)).flatten(2).copy_(torch.cat((_swizzled(codes), _swizzled(v)), 2))
     else:
-        rows[..., : dim // 2], rows[..., dim // 2 : 3 * dim // 2], rows[..., 3 * dim // 2 : 3 * dim // 2 + 2] = codes, v, scale
+        rows[..., : dim // 2], rows[..., dim // 2 :] = codes, v
 
 
 def _swizzled(x: Tensor) -> Tensor:

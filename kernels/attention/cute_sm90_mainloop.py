@@ -8,18 +8,19 @@ multiplies 64 queries with them (wgmma), so that the products of one tile run un
 Exponentials are taken relative to the row's largest logit of the first tile: no running maximum, no rescaling of the accumulator. Groups
 in which a row leaves the range of the format are listed in `again`; the online variant, with a running maximum, computes those.
 
-With qk="int8" queries and keys are multiplied in int8: a row of keys and values is [K int8 (D)][V 16 bits (D)][scale float32, unused to
-32 bytes, as L2 reads], a row of queries [Q int8 (D)][scale float32, zeros], and a logit is scale * query's scale * key's scale * product.
+With qk="int8" queries and keys are multiplied in int8: a row of keys and values is [K int8 (D)][V 16 bits (D)], whole lines of 128 bytes;
+the scales of a head's keys, float32, follow its rows. A group's queries, in its order, have one scale. A logit is scale * queries' scale *
+key's scale * product: what is the same for all queries is multiplied once a tile, by those who gather.
 
 Shared memory: Q (128, D) | K stages (N, D) | V stages (N, D) | factor rows of a rank residual (16, D) | row numbers
-(slots, N) int32 | biases (slots, N) float32 | with int8: scales of keys (stages, N) and queries (128) float32 | barriers. A matrix is
+(slots, N) int32 | biases (slots, N) float32 | with int8: scales of keys (slots, N) float32 | barriers. A matrix is
 stored as blocks of 128 bytes of columns; in a block each row is 128 bytes, whose 16-byte pieces are permuted by (piece ^ row % 8): what
 wgmma calls 128-byte swizzle, for K (rows are the outputs' columns) as well as for V and the factors (rows are summed over).
 
 Where a bit stands for a cell of 32 keys, the variants with `cells` find rows laid out as shared memory wants them, 32 to a block. One warp
 reads the bits and has blocks copied whole by the copy engine, which also says when they are there; the three others gather queries and
 factors alone. There are no lists then, and biases go with the stages of K. In a stage, 8 rows of one 128 bytes of columns are followed by
-the same 8 rows of the next. With int8, a block's scales are copied with its K.
+the same 8 rows of the next. With int8 the scales of keys have slots of their own, as have biases.
 """
 from __future__ import annotations
 
@@ -49,11 +50,12 @@ TURNS = 1  # named barriers 1 and 2: a warpgroup may issue its products
 
 # Parameters of the kernel, in order: name and type; "p" is a pointer. The host side launches by this list.
 #
-# out, dense (H, length, D) by their strides in 16-bit elements, as q (heads of the launch, length, D), whose rows may be in int8; order
-# (H, groups * 128) order_h apart; bits (H, groups, bits_row) a bit per key or, where in_cells, per 32 keys; counts (H, groups); lse
-# (H, length) and the residual (values, scales) contiguous. The launch is for `total` groups from head `first` on, and rows (heads of the
-# launch, keys + cells, 2, D) has only these heads too: keys and values in cell order, then the pooled ones of `cells` cells of `size` keys.
-# For the variants with cells these are blocks of 32 rows as cute_sm90_rows.py says: ceil(keys / 32) of keys, then ceil(cells / 32).
+# out, dense (H, length, D) by their strides in 16-bit elements, as q (heads of the launch, length, D). In int8 q has a head's codes (groups
+# * 128, D) in the order of groups, slack rows 0, then the groups' scales float32, heads q_h apart. order (H, groups * 128) order_h apart;
+# bits (H, groups, bits_row) a bit per key or, where in_cells, per 32 keys; counts (H, groups); lse (H, length) and the residual (values,
+# scales) contiguous. The launch is for `total` groups from head `first` on, and rows (heads of the launch, keys + cells, 2, D) has only
+# these heads too: keys and values in cell order, then the pooled ones of `cells` cells of `size` keys, in int8 then their scales. For the
+# variants with cells these are blocks of 32 rows as cute_sm90_rows.py says: ceil(keys / 32) of keys, then ceil(cells / 32).
 # size 0: their biases are in bias (heads of the launch, groups, cells); else they are counted; with cells, size is 1024 at most.
 # again (1 + 2 total) int32: number of groups to run again, these groups, then 1 for each group that is among them; 0 at first.
 PARAMETERS = (
@@ -106,9 +108,14 @@ class Variant:
     def slots(self) -> int:
         """Lists of a tile each. A chunk whose keys are all selected must fit behind a begun list and one that is held for its values.
 
-        With cells: the biases of each stage of K.
+        With cells: biases and scales of keys of each stage of K, which are needed for longer than the stage where they are fused.
         """
-        return self.stages if self.cells else -(-CHUNK // self.tile) + 2
+        return self.stages + self.fused if self.cells else -(-CHUNK // self.tile) + 2
+
+    @property
+    def fused(self) -> bool:
+        """Whether scales of keys are multiplied by in the exponents only, when their stage may long be another's."""
+        return self.qk == "int8" and not self.online
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -120,11 +127,10 @@ class Variant:
         numbers = factors + RANKS * 2 * self.dim
         bias = numbers + self.slots * self.tile * 4 * (not self.cells)
         k_scales = bias + self.slots * self.tile * 4
-        q_scales = k_scales + keys * 4 * int8
-        barriers = q_scales + M * 4 * int8
+        barriers = k_scales + self.slots * self.tile * 4 * int8
         total = barriers + 8 * 2 * (2 * self.stages + 2 + self.slots)
         return {
-            "q": 0, "k": k, "v": v, "factors": factors, "numbers": numbers, "bias": bias, "k_scales": k_scales, "q_scales": q_scales,
+            "q": 0, "k": k, "v": v, "factors": factors, "numbers": numbers, "bias": bias, "k_scales": k_scales,
             "barriers": barriers, "total": total,
         }  # fmt: skip
 
@@ -151,7 +157,7 @@ _SPLIT = (56, 224), (40, 232)
 SHIPPED = tuple(
     Variant(dtype, dim, tile, stages, *_SPLIT[cells and online], online=online, qk=qk, cells=cells)
     for dim, tile, stages, qk, cells in (
-        (128, 144, 2, "half", False), (64, 192, 4, "half", False), (128, 160, 3, "int8", False),
+        (128, 144, 2, "half", False), (64, 192, 4, "half", False), (128, 144, 2, "int8", False),
         (128, 160, 2, "half", True), (64, 192, 4, "half", True), (128, 160, 3, "int8", True),
     )
     for dtype in ("bf16", "fp16") for online in (False, True)
@@ -182,13 +188,6 @@ def copy16_or_zero(to: Int32, source: Int64, size: Int32, to_offset: int, *, loc
     """The same, or zeros where size is 0."""
     operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
     _asm(None, operands, f"cp.async.cg.shared.global [$0 + {to_offset}], [$1], 16, $2;", "r,l,r", False, loc, ip)
-
-
-@dsl_user_op
-def copy4_or_zero(to: Int32, source: Int64, size: Int32, *, loc=None, ip=None):
-    """4 bytes, or zeros where size is 0."""
-    operands = [Int32(to).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
-    _asm(None, operands, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", False, loc, ip)
 
 
 @dsl_user_op
@@ -279,11 +278,6 @@ def store_i32(to: Int64, value: Int32, *, loc=None, ip=None):
 @dsl_user_op
 def load_shared_i32(source: Int32, *, loc=None, ip=None) -> Int32:
     return Int32(_asm(T.i32(), [Int32(source).ir_value(loc=loc, ip=ip)], "ld.shared.b32 $0, [$1];", "=r,r", False, loc, ip))
-
-
-@dsl_user_op
-def load_shared_f32(source: Int32, offset: int, *, loc=None, ip=None) -> Float32:
-    return Float32(_asm(T.f32(), [Int32(source).ir_value(loc=loc, ip=ip)], f"ld.shared.f32 $0, [$1 + {offset}];", "=f,r", False, loc, ip))
 
 
 @dsl_user_op
@@ -425,6 +419,21 @@ def magnitude(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def know(x: Float32, *, loc=None, ip=None):
+    """Nothing after this is done before x, which is at least 0, is known: by a branch that is never taken."""
+    text = "{\n.reg .pred p;\nsetp.lt.f32 p, $0, 0fBF800000;\nvote.sync.any.pred p, p, 0xffffffff;\n@p trap;\n}"
+    _asm(None, [Float32(x).ir_value(loc=loc, ip=ip)], text, "f", False, loc, ip)
+
+
+@dsl_user_op
+def of_halves(what: str, a: Int32, b: Int32, kind: str, *, loc=None, ip=None) -> Int32:
+    """The "max" or "min" of both halves of two words with two of "bf16" or "fp16" each, NaN if one is."""
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[kind]
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Int32(_asm(T.i32(), operands, f"{what}.NaN.{kind} $0, $1, $2;", "=r,r,r", True, loc, ip))
+
+
+@dsl_user_op
 def product_plus(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a * b + c, rounded after both."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
@@ -485,10 +494,10 @@ class Sparse:
         self.v = variant
         v = variant
         self.int8 = v.qk == "int8"
-        self.row = 3 * v.dim + (4 if v.cells else 32) if self.int8 else 4 * v.dim  # bytes of a row of K and V, on average in a block
-        # Of a block, what comes with K and with V: where it begins and its bytes. The second part is the scales.
-        self.key_parts = ((0, CELL * v.qk_row),) + ((CELL * 3 * v.dim, CELL * 4),) * self.int8
-        self.value_parts = ((CELL * v.qk_row, CELL * 2 * v.dim),)
+        self.row = 3 * v.dim if self.int8 else 4 * v.dim  # bytes of a row of K and V, on average in a block
+        self.gathers_scales = self.int8 and not v.cells
+        # Whether there is something of a tile that its stage's barriers do not release.
+        self.lists = v.fused or not v.cells
         self.pieces, self.qk_pieces = v.dim // 8, v.qk_row // 16  # 16-byte pieces of a row of V, and of Q or K
         # Each warp gathers 16 n rows of a tile, the first one what is left over too.
         self.share = v.tile // 48 * 16
@@ -526,13 +535,13 @@ class Sparse:
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for i in cutlass.range_constexpr(self.v.stages):
-                cute.arch.mbarrier_init(bars + self.k_full + i, 1 if self.v.cells else GATHERING)
+                cute.arch.mbarrier_init(bars + self.k_full + i, 1 if self.v.cells else GATHERING + 3 * self.gathers_scales)
                 cute.arch.mbarrier_init(bars + self.v_full + i, 1 if self.v.cells else GATHERING)
                 cute.arch.mbarrier_init(bars + self.k_empty + i, 8)  # consumer warps
                 cute.arch.mbarrier_init(bars + self.v_empty + i, 8)
             for i in cutlass.range_constexpr(self.v.slots):
                 cute.arch.mbarrier_init(bars + self.list_full + i, 1)
-                cute.arch.mbarrier_init(bars + self.list_empty + i, 3 + 8)  # warps that gather, consumer warps
+                cute.arch.mbarrier_init(bars + self.list_empty + i, 3 * (not self.v.cells) + 8)  # warps that gather, consumer warps
             cute.arch.mbarrier_init(bars + self.q_full, GATHERING)
             cute.arch.mbarrier_init(bars + self.q_empty, 8)
             cute.arch.mbarrier_init(bars + self.factors_full, GATHERING)
@@ -549,8 +558,8 @@ class Sparse:
             if const_expr(self.v.cells):
                 if warp == 0:
                     self.copy_cells(
-                        start, bars, thread, block, grid, rows, bits, counts, bias, again,
-                        rows_h, first, groups, runs, keys, bits_row, cells, size,
+                        start, bars, thread, block, grid, q, rows, bits, counts, bias, again,
+                        q_h, rows_h, first, groups, runs, keys, bits_row, cells, size, scale,
                     )  # fmt: skip
                 else:
                     self.gather_for_groups(
@@ -564,7 +573,7 @@ class Sparse:
             else:
                 self.gather_rows(
                     start, bars, thread - 32, block, grid, q, rows, order, counts, scales, again,
-                    q_h, rows_h, order_h, q_s, first, groups, runs, cells, rank, epilogue,
+                    q_h, rows_h, order_h, q_s, first, groups, runs, keys, cells, rank, epilogue, scale,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.v.consumer)
@@ -758,8 +767,8 @@ class Sparse:
 
     @cute.jit
     def copy_cells(
-        self, start, bars, lane, block, grid, rows, bits, counts, bias, again,
-        rows_h, first, groups, runs, keys, bits_row, cells, size,
+        self, start, bars, lane, block, grid, q, rows, bits, counts, bias, again,
+        q_h, rows_h, first, groups, runs, keys, bits_row, cells, size, scale,
     ):  # fmt: skip
         """Blocks of every tile of every group: selected cells, ascending, then pooled rows, then the last block up to the tile's end.
 
@@ -769,11 +778,12 @@ class Sparse:
         v, BLOCKS = self.v, self.v.tile // CELL
         starts_at = start + v.offsets["barriers"], start + v.offsets["k"], start + v.offsets["v"], start + v.offsets["bias"]
         bars_at, k_to, v_to, bias_at = (cute.arch.shuffle_sync(x, 0) for x in starts_at)  # as in list_rows
-        scales_to = bars_at + (v.offsets["k_scales"] - v.offsets["barriers"])
+        scales_at = bars_at + (v.offsets["k_scales"] - v.offsets["barriers"])
         key_blocks, pooled = self.blocks(keys), self.blocks(cells)
-        k_stage, k_phase, v_stage, v_phase = Int32(0), Int32(1), Int32(0), Int32(1)
+        k_stage, k_phase, v_stage, v_phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
         run = block
         local, count, loaded = self.start_of_group(run, runs, again, bits, counts, bits_row, first, groups, key_blocks, lane)
+        q_scale = self.scale_of_queries(run, runs, q, q_h, local, groups)
         while run < runs:
             bits_at = bits + Int64(first * groups + local) * bits_row * 4
             head_at = rows + Int64(local // groups) * rows_h * 2
@@ -782,8 +792,10 @@ class Sparse:
             later = self.load_word(bits_at, 32 + lane, key_blocks, 0)
             filled = lanes_with(now)
             word, origin, number, numbers = Int32(0), Int32(0), Int32(0), Int32(0)
+            factor = scale * q_scale
             run += grid
             following, next_count, loaded = self.start_of_group(run, runs, again, bits, counts, bits_row, first, groups, key_blocks, lane)
+            q_scale = self.scale_of_queries(run, runs, q, q_h, following, groups)
             for tile in cutlass.range(tiles, unroll=1):
                 before, listed = numbers, tile * BLOCKS
                 numbers = number
@@ -800,14 +812,22 @@ class Sparse:
                 if biased:
                     biases = self.biases_of(listed * CELL + lane, chosen, count, bits_at, bias, local, keys, key_blocks, cells, size)
 
+                each = self.addresses(numbers, head_at)
+                k_scales = self.load_block_scales(numbers, self.scales_of(head_at, keys, cells), lane)
+
                 cute.arch.mbarrier_wait(bars + self.k_empty + k_stage, k_phase)
+                if const_expr(self.lists):
+                    cute.arch.mbarrier_wait(bars + self.list_empty + slot, slot_phase)
+                place = slot * v.tile + lane
                 if biased:
                     for i in cutlass.range_constexpr(BLOCKS):
-                        store_shared_f32(bias_at + (k_stage * v.tile + i * CELL + lane) * 4, biases[i])
-                    cute.arch.sync_warp()
-                to = k_to + k_stage * (v.tile * v.qk_row), scales_to + k_stage * (v.tile * 4)
-                self.copy_blocks(bars, bars_at, self.k_full + k_stage, to, numbers, head_at, lane, self.key_parts)
+                        store_shared_f32(bias_at + (place + i * CELL) * 4, biases[i])
+                for i in cutlass.range_constexpr(len(k_scales)):
+                    store_shared_f32(scales_at + (place + i * CELL) * 4, k_scales[i] * factor)
+                cute.arch.sync_warp()
+                self.copy_blocks(bars, bars_at, self.k_full + k_stage, k_to + k_stage * (v.tile * v.qk_row), each, lane, 0, v.qk_row)
                 k_stage, k_phase = self.after(k_stage, k_phase, v.stages)
+                slot, slot_phase = self.after(slot, slot_phase, v.slots)
                 if tile > 0:
                     v_stage, v_phase = self.copy_values(bars, bars_at, v_to, before, head_at, lane, v_stage, v_phase)
             v_stage, v_phase = self.copy_values(bars, bars_at, v_to, numbers, head_at, lane, v_stage, v_phase)
@@ -879,23 +899,39 @@ class Sparse:
     @cute.jit
     def copy_values(self, bars, bars_at, to, numbers, head_at, lane, v_stage, v_phase):
         """V of a tile's blocks."""
-        STAGE = self.v.tile * self.v.dim * 2
+        ROW = self.v.dim * 2
         cute.arch.mbarrier_wait(bars + self.v_empty + v_stage, v_phase)
-        self.copy_blocks(bars, bars_at, self.v_full + v_stage, (to + v_stage * STAGE,), numbers, head_at, lane, self.value_parts)
+        each = self.addresses(numbers, head_at)
+        to += v_stage * (self.v.tile * ROW)
+        self.copy_blocks(bars, bars_at, self.v_full + v_stage, to, each, lane, CELL * self.v.qk_row, ROW)
         return self.after(v_stage, v_phase, self.v.stages)
 
     @cute.jit
-    def copy_blocks(self, bars, bars_at, barrier, to, numbers, head_at, lane, parts: cutlass.Constexpr):
-        """Parts of a tile's blocks, each to its own `to`; barrier: number of the one that waits for them."""
-        BLOCKS = self.v.tile // CELL
-        each = [cute.arch.shuffle_sync(numbers, i) for i in range(BLOCKS)]
+    def addresses(self, numbers, head_at):
+        """Of a tile's blocks."""
+        each = [cute.arch.shuffle_sync(numbers, i) for i in range(self.v.tile // CELL)]
+        return [head_at + Int64(number) * (CELL * self.row) for number in each]
+
+    def scales_of(self, head_at, keys, cells):
+        """Where a head's key scales are."""
+        rows = self.blocks(keys) * CELL + self.blocks(cells) * CELL if self.v.cells else keys + cells
+        return head_at + Int64(rows) * self.row
+
+    @cute.jit
+    def load_block_scales(self, numbers, scales_at, lane):
+        """With int8: of this lane's key of each block of a tile."""
+        if const_expr(self.int8):
+            each = [cute.arch.shuffle_sync(numbers, i) for i in range(self.v.tile // CELL)]
+            return [load_f32(scales_at + Int64(number * CELL + lane) * 4) for number in each]
+        return []
+
+    @cute.jit
+    def copy_blocks(self, bars, bars_at, barrier, to, each, lane, begin: cutlass.Constexpr, row: cutlass.Constexpr):
+        """32 rows of `row` bytes from byte `begin` of each of a tile's blocks; barrier: number of the one that waits for them."""
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(bars + barrier, BLOCKS * sum(count for _, count in parts))
-            for j in cutlass.range_constexpr(len(parts)):
-                begin, count = parts[j]
-                for i in cutlass.range_constexpr(BLOCKS):
-                    source = head_at + begin + Int64(each[i]) * (CELL * self.row)
-                    copy_block(to[j] + i * count, source, count, bars_at + barrier * 8)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars + barrier, self.v.tile * row)
+            for i in cutlass.range_constexpr(len(each)):
+                copy_block(to + i * (CELL * row), each[i] + begin, CELL * row, bars_at + barrier * 8)
         cute.arch.sync_warp()
 
     # The warps that gather ............................................................................................................
@@ -922,21 +958,42 @@ class Sparse:
             copy16(places[i % 8], base + Int64(numbers[i % 4]) * self.row, i * 128, source_offset)
 
     @cute.jit
-    def gather_scales(self, start, thread, head_at: Int64, slot, stage):
-        """Of the keys of a tile, with int8."""
-        N, at = self.v.tile, self.v.offsets
+    def scale_of_queries(self, run, runs, q, q_h, local, groups):
+        """With int8: of a group of the launch."""
+        got = Float32(1.0)
+        if const_expr(self.int8):  # noqa: SIM102 -- the outer one is decided by the compiler
+            if run < runs:
+                codes = Int64(local // groups) * q_h * 2 + Int64(groups) * (M * self.v.dim)
+                got = load_f32(q + codes + Int64(local % groups) * 4)
+        return got
+
+    @cute.jit
+    def load_key_scales(self, start, thread, scales_at: Int64, slot):
+        """With int8: those of this thread's keys of a tile."""
+        N, got = self.v.tile, []
         if const_expr(self.int8):
             for i in cutlass.range_constexpr(-(-N // GATHERING)):
+                column = cutlass.min(thread + i * GATHERING, N - 1)
+                number = load_shared_i32(start + self.v.offsets["numbers"] + (slot * N + column) * 4)
+                got.append(load_f32(scales_at + Int64(number) * 4))
+        return got
+
+    @cute.jit
+    def store_key_scales(self, start, bars, thread, slot, k_stage, scales, factor):
+        """Times what all logits of the group are multiplied by."""
+        N = self.v.tile
+        if const_expr(self.int8):
+            for i in cutlass.range_constexpr(len(scales)):
                 column = thread + i * GATHERING
                 if column < N:
-                    number = load_shared_i32(start + at["numbers"] + (slot * N + column) * 4)
-                    source = head_at + Int64(number) * self.row + 3 * self.v.dim
-                    copy4_or_zero(start + at["k_scales"] + (stage * N + column) * 4, source, Int32(4))
+                    store_shared_f32(start + self.v.offsets["k_scales"] + (slot * N + column) * 4, scales[i] * factor)
+            cute.arch.sync_warp()
+            self.release(bars + self.k_full + k_stage, thread % 32)
 
     @cute.jit
     def gather_rows(
         self, start, bars, thread, block, grid, q, rows, order, counts, scales, again,
-        q_h, rows_h, order_h, q_s, first, groups, runs, cells, rank, epilogue,
+        q_h, rows_h, order_h, q_s, first, groups, runs, keys, cells, rank, epilogue, scale,
     ):  # fmt: skip
         v, at = self.v, self.v.offsets
         N, PARTS, QK_PARTS = v.tile, 32 // self.pieces, 32 // self.qk_pieces  # PARTS: rows that a warp copies at once
@@ -962,17 +1019,19 @@ class Sparse:
             local = self.group_of(run, again)
             count = load_i32(counts + Int64(first * groups + local) * 4)
             tokens = self.queries(order, order_h, first, groups, local, q_row, qk_piece)
+        q_scale = self.scale_of_queries(run, runs, q, q_h, local, groups)
         while run < runs:
-            head = local // groups
+            head, group = local // groups, local % groups
+            factor = scale * q_scale
             tiles = self.tiles_of(count, cells)
             head_at = rows + Int64(head) * rows_h * 2
-            k_at, v_at = head_at + qk_piece * 16, head_at + piece * 16
+            k_at, v_at, scales_at = head_at + qk_piece * 16, head_at + piece * 16, self.scales_of(head_at, keys, cells)
 
             # K of the first tile
             k_stage, k_phase = self.gather_keys(
-                start, k_numbers_at, head_at, k_at, to_k, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra
+                start, k_numbers_at, scales_at, k_at, to_k, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra, factor
             )
-            self.gather_queries(start, bars, q + Int64(head) * q_h * 2, q_s, to_q, tokens, q_row, qk_piece, lane, q_phase)
+            self.gather_queries(bars, q + Int64(head) * q_h * 2, q_s, group, to_q, tokens, q_row, qk_piece, lane, q_phase)
             q_phase ^= 1
 
             # What the next group needs first
@@ -983,12 +1042,13 @@ class Sparse:
                 local = self.group_of(run, again)
                 next_count = load_i32(counts + Int64(first * groups + local) * 4)
                 tokens = self.queries(order, order_h, first, groups, local, q_row, qk_piece)
+            q_scale = self.scale_of_queries(run, runs, q, q_h, local, groups)
 
             for _ in cutlass.range(1, tiles, unroll=1):
                 before = slot
                 slot, slot_phase = self.after(slot, slot_phase, v.slots)
                 k_stage, k_phase = self.gather_keys(
-                    start, k_numbers_at, head_at, k_at, to_k, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra
+                    start, k_numbers_at, scales_at, k_at, to_k, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra, factor
                 )
                 v_stage, v_phase = self.gather_values(v_numbers_at, v_at, to_v, bars, before, v_stage, v_phase, lane, has_extra)
             v_stage, v_phase = self.gather_values(v_numbers_at, v_at, to_v, bars, slot, v_stage, v_phase, lane, has_extra)
@@ -1014,8 +1074,8 @@ class Sparse:
             local = self.group_of(run, again)
             tokens = self.queries(order, order_h, first, groups, local, row, piece)
         while run < runs:
-            head = local // groups
-            self.gather_queries(start, bars, q + Int64(head) * q_h * 2, q_s, to, tokens, row, piece, lane, q_phase)
+            head, group = local // groups, local % groups
+            self.gather_queries(bars, q + Int64(head) * q_h * 2, q_s, group, to, tokens, row, piece, lane, q_phase)
             q_phase ^= 1
             run += grid
             if run < runs:
@@ -1038,7 +1098,9 @@ class Sparse:
 
     @cute.jit
     def queries(self, order, order_h, first, groups, local, row, piece):
-        """The tokens of this lane's share of its part's rows; -1 for none."""
+        """The tokens of this lane's share of its part's rows; -1 for none. With int8 queries are in their order."""
+        if const_expr(self.int8):
+            return [Int32(-1)] * -(-self.q_each // self.qk_pieces)
         at = order + (Int64(first + local // groups) * order_h + Int64(local % groups * M)) * 4
         got = []
         for i in cutlass.range_constexpr(-(-self.q_each // self.qk_pieces)):
@@ -1051,34 +1113,32 @@ class Sparse:
         return got
 
     @cute.jit
-    def gather_queries(self, start, bars, head_at, q_s, to, tokens, row, piece, lane, q_phase):
+    def gather_queries(self, bars, head_at, q_s, group, to, tokens, row, piece, lane, q_phase):
         """Q of a group. tokens: of this thread's rows from `row` on, spread over the lanes that copy the same rows."""
         EACH, PIECES = self.q_each, self.qk_pieces
         cute.arch.mbarrier_wait(bars + self.q_empty, q_phase)
         for i in cutlass.range_constexpr(EACH):
-            token = cute.arch.shuffle_sync(tokens[i // PIECES], lane // PIECES * PIECES + i % PIECES)
-            if row + i < M:
-                filled = Int32(16) if token >= 0 else Int32(0)
-                source = head_at + Int64(cutlass.max(token, 0)) * q_s * 2 + piece * 16
-                copy16_or_zero(to ^ (i % 8 * 16), source, filled, i * 128)
-        if const_expr(self.int8):
-            for i in cutlass.range_constexpr(-(-EACH // PIECES)):
-                own = i * PIECES + piece
-                if own < EACH and row + own < M:
-                    source = head_at + Int64(cutlass.max(tokens[i], 0)) * q_s * 2 + self.v.dim
-                    filled = Int32(4) if tokens[i] >= 0 else Int32(0)
-                    copy4_or_zero(start + self.v.offsets["q_scales"] + (row + own) * 4, source, filled)
+            if const_expr(self.int8):
+                if row + i < M:
+                    copy16(to ^ (i % 8 * 16), head_at + (Int64(group) * M + (row + i)) * self.v.dim + piece * 16, i * 128, 0)
+            else:
+                token = cute.arch.shuffle_sync(tokens[i // PIECES], lane // PIECES * PIECES + i % PIECES)
+                if row + i < M:
+                    filled = Int32(16) if token >= 0 else Int32(0)
+                    source = head_at + Int64(cutlass.max(token, 0)) * q_s * 2 + piece * 16
+                    copy16_or_zero(to ^ (i % 8 * 16), source, filled, i * 128)
         cute.arch.cp_async_mbarrier_arrive_noinc(bars + self.q_full)
 
     @cute.jit
-    def gather_keys(self, start, numbers_at, head_at, base, to, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra):
+    def gather_keys(self, start, numbers_at, scales_at, base, to, bars, thread, slot, slot_phase, k_stage, k_phase, has_extra, factor):
         """K of the tile listed in slot."""
         N, STAGE = self.v.tile, self.v.tile * self.v.qk_row
         cute.arch.mbarrier_wait(bars + self.list_full + slot, slot_phase)
         cute.arch.mbarrier_wait(bars + self.k_empty + k_stage, k_phase)
+        scales = self.load_key_scales(start, thread, scales_at, slot)
         self.gather(numbers_at + slot * (N * 4), base, to + k_stage * STAGE, 32 // self.qk_pieces, has_extra, 0)
-        self.gather_scales(start, thread, head_at, slot, k_stage)
         cute.arch.cp_async_mbarrier_arrive_noinc(bars + self.k_full + k_stage)
+        self.store_key_scales(start, bars, thread, slot, k_stage, scales, factor)
         return self.after(k_stage, k_phase, self.v.stages)
 
     @cute.jit
@@ -1149,12 +1209,12 @@ class Sparse:
         p = cute.make_rmem_tensor(pv_thread.partition_shape_A((64, N)), element)
         p_words = cute.recast_tensor(p, Int32)
         my_bias, my_scales = start + at["bias"] + lane % 4 * 8, start + at["k_scales"] + lane % 4 * 8
-        my_q_scales = start + at["q_scales"] + (group_of_warps * 64 + warp * 16 + lane // 4) * 4
 
         if const_expr(not v.online):  # noqa: SIM102 -- the outer one is decided by the compiler
             if group_of_warps == 1:
                 cute.arch.barrier_arrive(barrier_id=TURNS, number_of_threads=2 * WARPGROUP)
 
+        logit_factor = Float32(1.0) if const_expr(self.int8) else scale
         run, local, count = block, Int32(0), Int32(0)
         if run < runs:
             local = self.group_of(run, again)
@@ -1176,33 +1236,32 @@ class Sparse:
             q_phase ^= 1
             cute.arch.mbarrier_wait(bars + self.k_full + k_stage, k_phase)
             self.see_gathered()
-            scale0, scale1 = self.row_scales(my_q_scales, scale)
             self.multiply_qk(qk, dots, frag_q, frag_k, k_stage)
             warpgroup.wait_group(0)
-            self.apply_key_scales(dots, s, my_scales + k_stage * (N * 4))
-            factor0, factor1 = scale0, scale1
+            self.apply_key_scales(dots, s, my_scales + slot * (N * 4))
+            factor = logit_factor
             if count < N:
-                self.add_bias(s, my_bias, bars, slot, slot_phase, scale0, scale1)
-                factor0, factor1 = Float32(1.0), Float32(1.0)
+                self.add_bias(s, my_bias, bars, slot, slot_phase, factor)
+                factor = Float32(1.0)
             self.release(bars + self.k_empty + k_stage, lane)
             self.release_list(bars, slot, lane)
             k_stage, k_phase = self.after(k_stage, k_phase, v.stages)
             slot, slot_phase = self.after(slot, slot_phase, v.slots)
-            m0, m1 = self.largest(s, factor0, factor1)
+            m0, m1 = self.largest(s, factor)
             zero = Float32(0.0)
-            l0, l1, l2, l3 = self.exponentials(s, factor0, factor1, self.finite(m0), self.finite(m1), zero, zero, zero, zero)
+            l0, l1, l2, l3 = self.exponentials(s, factor, self.finite(m0), self.finite(m1), zero, zero, zero, zero)
             if const_expr(not v.online):
                 m0, m1 = self.finite(m0), self.finite(m1)
             self.pack(s, p_words)
 
             for _ in cutlass.range(1, plain, unroll=1):
                 k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3 = self.step(
-                    qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, scale0, scale1,
+                    qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, logit_factor,
                     k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3, False,
                 )  # fmt: skip
             for _ in cutlass.range(plain, tiles, unroll=1):
                 k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3 = self.step(
-                    qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, scale0, scale1,
+                    qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, logit_factor,
                     k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3, True,
                 )  # fmt: skip
             self.release(bars + self.q_empty, lane)
@@ -1284,16 +1343,9 @@ class Sparse:
 
     @cute.jit
     def release_list(self, bars, slot, lane):
-        """With cells there is none, and the biases are released with K."""
-        if const_expr(not self.v.cells):
+        """Of a tile of keys; where there is none, biases and scales are released with K."""
+        if const_expr(self.lists):
             self.release(bars + self.list_empty + slot, lane)
-
-    @cute.jit
-    def row_scales(self, source, scale):
-        """What the logits of this thread's two rows are multiplied by."""
-        if const_expr(self.int8):
-            return scale * load_shared_f32(source, 0), scale * load_shared_f32(source, 32)
-        return scale, scale
 
     @cute.jit
     def apply_key_scales(self, dots, s, source):
@@ -1325,11 +1377,12 @@ class Sparse:
 
     @cute.jit
     def step(
-        self, qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, scale0, scale1,
+        self, qk, pv, dots, s, o, p, p_words, frag_q, frag_k, frag_v, bars, my_bias, my_scales, lane, group_of_warps, factor,
         k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3, biased: cutlass.Constexpr,
     ):  # fmt: skip
         """The logits of one tile and the values of the tile before."""
         v = self.v
+        fused = const_expr(v.fused and not biased)
         cute.arch.mbarrier_wait(bars + self.k_full + k_stage, k_phase)
         self.see_copies()
         if const_expr(not v.online):
@@ -1341,22 +1394,29 @@ class Sparse:
         if const_expr(not v.online):
             cute.arch.barrier_arrive(barrier_id=TURNS + 1 - group_of_warps, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)
-        self.apply_key_scales(dots, s, my_scales + k_stage * (v.tile * 4))
+        if const_expr(not fused):
+            self.apply_key_scales(dots, s, my_scales + slot * (v.tile * 4))
         if const_expr(biased):
-            self.add_bias(s, my_bias, bars, slot, slot_phase, scale0, scale1)
-            scale0, scale1 = Float32(1.0), Float32(1.0)
+            self.add_bias(s, my_bias, bars, slot, slot_phase, factor)
+            factor = Float32(1.0)
         self.release(bars + self.k_empty + k_stage, lane)
-        self.release_list(bars, slot, lane)
+        if const_expr(not fused):
+            self.release_list(bars, slot, lane)
         if const_expr(v.online):
             warpgroup.wait_group(0)  # before o is rescaled
-            n0, n1 = self.largest(s, scale0, scale1)
+            n0, n1 = self.largest(s, factor)
             n0, n1 = lower(m0, n0), lower(m1, n1)
             f0, f1 = exp2(self.finite(n0) - m0), exp2(self.finite(n1) - m1)
             m0, m1, l0, l1, l2, l3 = n0, n1, l0 * f0, l1 * f1, l2 * f0, l3 * f1
             self.multiply_rows(o, f0, f1)
-            l0, l1, l2, l3 = self.exponentials(s, scale0, scale1, self.finite(m0), self.finite(m1), l0, l1, l2, l3)
+            l0, l1, l2, l3 = self.exponentials(s, factor, self.finite(m0), self.finite(m1), l0, l1, l2, l3)
+        elif const_expr(fused):
+            l0, l1, l2, l3 = self.exponentials_of_dots(dots, s, my_scales + slot * (v.tile * 4), m0, m1, l0, l1, l2, l3)
+            self.release_list(bars, slot, lane)
         else:
-            l0, l1, l2, l3 = self.exponentials(s, scale0, scale1, m0, m1, l0, l1, l2, l3)
+            l0, l1, l2, l3 = self.exponentials(s, factor, m0, m1, l0, l1, l2, l3)
+        if const_expr(v.cells and not v.online):
+            know((l0 + l1) + (l2 + l3))  # or the assembler takes most exponentials after the wait for PV
         warpgroup.wait_group(0)
         self.release(bars + self.v_empty + v_stage, lane)
         self.pack(s, p_words)
@@ -1366,24 +1426,24 @@ class Sparse:
         return k_stage, k_phase, v_stage, v_phase, slot, slot_phase, m0, m1, l0, l1, l2, l3
 
     @cute.jit
-    def add_bias(self, s, my_bias, bars, slot, slot_phase, scale0, scale1):
-        """s * scale + bias. A thread has columns 8 j + 2 (lane % 4) and the next, of two rows."""
+    def add_bias(self, s, my_bias, bars, slot, slot_phase, factor):
+        """s * factor + bias. A thread has columns 8 j + 2 (lane % 4) and the next, of two rows."""
         if const_expr(not self.v.cells):  # else they came with K
             cute.arch.mbarrier_wait(bars + self.list_full + slot, slot_phase)  # passed by those who gathered the tile; now by its reader
         source = my_bias + slot * (self.v.tile * 4)
         for j in cutlass.range_constexpr(self.v.tile // 8):
             b = load_shared_f32x2(source, j * 32)
             for i in cutlass.range_constexpr(4):
-                s[4 * j + i] = fma(s[4 * j + i], scale0 if i < 2 else scale1, b[i % 2])
+                s[4 * j + i] = fma(s[4 * j + i], factor, b[i % 2])
         cute.arch.sync_warp()
 
     @cute.jit
-    def largest(self, s, factor0, factor1):
+    def largest(self, s, factor):
         """Minus the largest logit of both rows, inf where there is none."""
         m0, m1 = Float32(MINUS_INFINITY), Float32(MINUS_INFINITY)
         for j in cutlass.range_constexpr(self.v.tile // 8):
-            m0, m1 = maximum(m0, s[4 * j] * factor0), maximum(m1, s[4 * j + 2] * factor1)
-            m0, m1 = maximum(m0, s[4 * j + 1] * factor0), maximum(m1, s[4 * j + 3] * factor1)
+            m0, m1 = maximum(m0, s[4 * j] * factor), maximum(m1, s[4 * j + 2] * factor)
+            m0, m1 = maximum(m0, s[4 * j + 1] * factor), maximum(m1, s[4 * j + 3] * factor)
         for step in cutlass.range_constexpr(1, 3):
             m0 = maximum(m0, cute.arch.shuffle_sync_bfly(m0, step))
             m1 = maximum(m1, cute.arch.shuffle_sync_bfly(m1, step))
@@ -1394,13 +1454,25 @@ class Sparse:
         return choose(m == Float32(-MINUS_INFINITY), Float32(0.0), m)
 
     @cute.jit
-    def exponentials(self, s, factor0, factor1, m0, m1, l0, l1, l2, l3):
+    def exponentials(self, s, factor, m0, m1, l0, l1, l2, l3):
         """s becomes 2^(s * factor + m), by rows; its sums over this thread's columns are added to l0 + l2 and l1 + l3."""
         for j in cutlass.range_constexpr(self.v.tile // 8):
             for i in cutlass.range_constexpr(4):
-                s[4 * j + i] = exp2(fma(s[4 * j + i], *((factor0, m0) if i < 2 else (factor1, m1))))
+                s[4 * j + i] = exp2(fma(s[4 * j + i], factor, m0 if i < 2 else m1))
             l0, l1 = l0 + s[4 * j], l1 + s[4 * j + 2]
             l2, l3 = l2 + s[4 * j + 1], l3 + s[4 * j + 3]
+        return l0, l1, l2, l3
+
+    @cute.jit
+    def exponentials_of_dots(self, dots, s, source, m0, m1, l0, l1, l2, l3):
+        """The same of products in int8, by the scales of their keys."""
+        for j in cutlass.range_constexpr(self.v.tile // 8):
+            b = load_shared_f32x2(source, j * 32)
+            for i in cutlass.range_constexpr(4):
+                s[4 * j + i] = exp2(fma(Float32(dots[4 * j + i]), b[i % 2], m0 if i < 2 else m1))
+            l0, l1 = l0 + s[4 * j], l1 + s[4 * j + 2]
+            l2, l3 = l2 + s[4 * j + 1], l3 + s[4 * j + 3]
+        cute.arch.sync_warp()
         return l0, l1, l2, l3
 
     @cute.jit

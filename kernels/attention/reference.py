@@ -41,8 +41,8 @@ def token_sparse_attention(
 
     Given dense (B, H, S, D): dense - output in group order (B, H, G*C, D) instead, 0 past the last query.
     Per head, keys (and values) are laid out once as [keys in cell order][pooled keys], queries in group order.
-    precision other than half: of the rounded queries and of the rounded keys less their mean, pooled ones too (quantise.py); the lse is of
-    the keys as they came.
+    precision other than half: of the rounded queries, a scale for each group, and of the rounded keys less their mean, pooled ones too
+    (quantise.py); the lse is of the keys as they came.
     """
     batch, heads, length, dim = q.shape
     if isinstance(tail, int):
@@ -55,16 +55,16 @@ def token_sparse_attention(
     for b in range(batch):
         for h in range(heads):
             order = orders[b, h, :length].long()
-            live = queries.view(-1, dim)[:length]
             own = q[b, h].index_select(0, order)
-            live.copy_(rounded(own, precision))
+            queries.view(-1, dim)[:length] = own
             keys = _rows(k[b, h], selection, None if tail is None else tail.k[b, h])
             if precision != "half":
                 mean = key_mean(k[b, h])
                 keys = rounded(keys - mean, precision)
             values = _rows(v[b, h], selection, None if tail is None else tail.v[b, h])
             unselected = None if tail is None else unselected_in_cells(selection, b, h, tail.size)
-            o, l = _one_head(queries, keys, values, *places_of(selection, b, h), unselected, scale, with_lse)
+            grouped = rounded(queries, precision, over=(-2, -1))
+            o, l = _one_head(grouped, keys, values, *places_of(selection, b, h), unselected, scale, with_lse)
             o = o.view(-1, dim)
             if residual is not None:
                 o += residual.expand(b, h)

@@ -125,7 +125,7 @@ def _residual(values, scales, row, d, D: tl.constexpr, EPILOGUE: tl.constexpr):
 @triton.jit
 def _program(
     program,
-    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
+    q, q_scales, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, epilogue,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
@@ -142,15 +142,14 @@ def _program(
     slots = group * 128 + program % PARTS * M + tl.arange(0, M)
     order += h * order_h
     d = tl.arange(0, BLOCK_D)
-    token = tl.load(order + slots)
+    source = slots if LOW else tl.load(order + slots)
     q += (here if LOW else h) * q_h
-    q_tile = tl.load(q + token.to(tl.int64)[:, None] * q_s + d[None, :], mask=(token >= 0)[:, None] & (d < D)[None, :], other=0.0)
+    q_tile = tl.load(q + source.to(tl.int64)[:, None] * q_s + d[None, :], mask=(source >= 0)[:, None] & (d < D)[None, :], other=0.0)
     rows += here * rows_h
     factor = scale
     if LOW:
         word = tl.arange(0, 4)
-        scale_of = q.to(tl.pointer_type(tl.float32)) + token.to(tl.int64)[:, None] * (q_s // 4) + BLOCK_D // 4 + word[None, :]
-        factor *= tl.sum(tl.load(scale_of, mask=(token >= 0)[:, None], other=0), 1)
+        factor *= tl.load(q_scales + local)
         scales_of = rows.to(tl.pointer_type(tl.float32)) + 3 * BLOCK_D // 4
         values_of = rows.to(tl.pointer_type(VALUE)) + BLOCK_D // 2
     numbers += local.to(tl.int64) * wide
@@ -188,7 +187,7 @@ def _program(
         k_tile = operand(tl.load(row))
         s = tl.dot(operand(q_tile), tl.trans(k_tile))
         if LOW:
-            s = s.to(tl.float32) * k_scale[None, :] * factor[:, None]
+            s = s.to(tl.float32) * (k_scale * factor)[None, :]
         else:
             s *= factor
         if not ONLINE:
@@ -252,7 +251,7 @@ def _program(
     do_not_specialize_on_alignment=["lse", "order", "counts", "bias", "values", "scales", "again"],
 )
 def attend(
-    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
+    q, q_scales, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again, programs,
     epilogue, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     EPILOGUE: tl.constexpr, ONLINE: tl.constexpr, FENCE: tl.constexpr
@@ -262,21 +261,22 @@ def attend(
     q, out, dense (H, S, D) by their strides; order (H, G*128) order_h apart; counts (H, G), lse (H, S) and the residual contiguous.
     rows (heads, S + cells, 2, BLOCK_D): keys and values in cell order, then the pooled ones; numbers (heads, G, wide) which of them each
     group sees; bias (heads, G, cells) of its pooled ones. These begin at head `first`; again (programs,) is 1 for programs to run online.
-    In low precision q (heads, S, BLOCK_D + 16) and rows are quantised (kernels/pooling/triton_pool.py), q from head `first` on too.
+    In low precision q (heads, G*128, BLOCK_D) in group order, with q_scales (heads, G), and rows are quantised
+    (kernels/pooling/triton_pool.py), q from head `first` on too; in half q_scales is not read.
     """
     if ONLINE:
         for program in range(tl.program_id(0), programs, tl.num_programs(0)):
             if tl.load(again + program) != 0:
                 _program(
                     program,
-                    q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
+                    q, q_scales, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
                     q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank,
                     with_lse, again, epilogue, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
                 )  # fmt: skip
     else:
         _program(
             tl.program_id(0),
-            q, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
+            q, q_scales, rows, out, lse, order, numbers, counts, bias, values, scales, dense,
             q_h, q_s, rows_h, out_h, out_s, dense_h, dense_s, order_h, first, groups, length, wide, cells, scale, rank, with_lse, again,
             epilogue, D, BLOCK_D, M, N, STAGES, EPILOGUE, ONLINE, FENCE,
         )  # fmt: skip
@@ -313,22 +313,23 @@ def token_sparse_attention(
     wide = ceil_div(selection.most + cells + past, 16) * 16
     parts = GROUP_SIZE // online.queries
     per_head = 4 * groups.count * (wide + cells + parts + ceil_div(keys, 32) + 1) + 4 * (keys + cells) * width
-    per_head += 0 if precision == "half" else length * width
+    per_head += 0 if precision == "half" else groups.count * (GROUP_SIZE * width + 4)
     for b in range(batch):
         pooled = (tail.k[b], tail.v[b]) if isinstance(tail, PooledTail) else None
         for some in heads_at_once(heads, per_head, device):
             if precision == "half":
-                queries, rows = q[b], gather_rows(k[b], v[b], selection.cells, some, size, pooled)
+                queries, q_scales, rows = q[b], q[b], gather_rows(k[b], v[b], selection.cells, some, size, pooled)
             else:
-                queries = quantise_queries(q[b], some, precision)
+                queries, q_scales = quantise_queries(q[b], order[b], some, precision)
                 rows, mean = gather_quantised(k[b], v[b], selection.cells, some, size, pooled, precision)
             numbers, bias = _expanded(selection, b, some, wide, size)
             programs = (some.stop - some.start) * groups.count * parts
             again = torch.full((programs,), int(fixed is None), dtype=torch.int32, device=device)
             arguments = {
-                "q": queries, "rows": rows, "out": out[b], "lse": bias if lse is None else lse[b], "order": order[b], "numbers": numbers,
-                "counts": selection.counts[b], "bias": bias, "values": values if residual is None else values[b],
-                "scales": scales if residual is None else scales[b], "dense": minus[b], "again": again,
+                "q": queries, "q_scales": q_scales, "rows": rows, "out": out[b], "lse": bias if lse is None else lse[b],
+                "order": order[b], "numbers": numbers, "counts": selection.counts[b], "bias": bias,
+                "values": values if residual is None else values[b], "scales": scales if residual is None else scales[b],
+                "dense": minus[b], "again": again,
                 "q_h": queries.stride(0), "q_s": queries.stride(1), "rows_h": rows.stride(0), "out_h": out.stride(1),
                 "out_s": out.stride(2), "dense_h": minus.stride(1), "dense_s": minus.stride(2), "order_h": order.stride(1),
                 "first": some.start, "groups": groups.count, "length": length, "wide": wide, "cells": cells,

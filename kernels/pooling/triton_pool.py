@@ -1,7 +1,7 @@
 """Rows in cell order and cell means in Triton, both from one reading of the keys or values; keys also smoothed and quantised.
 
 A quantised row holds [key, W codes of one byte][value, W numbers of 16 bits][the key's scale, float32][12 bytes of zeros], 3 W + 16
-bytes for a head dim padded to W, at least 32. Numbers are those of quantise.py.
+bytes for a head dim padded to W, at least 32. Queries are quantised by group. Numbers are those of quantise.py.
 """
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import quantise
-from ..shapes import CELL_SIZES, CellOrder, PooledTail, ceil_div
+from ..shapes import CELL_SIZES, GROUP_SIZE, CellOrder, PooledTail, ceil_div
 from ..triton_support import INTERPRETED, NAME, padded, why_not
 from . import reference
 
@@ -21,7 +22,6 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a float32 below 2^22, it leaves the number in the low bits, rounded half to even
 STEPPER = tl.constexpr(1.5 * 2**14)  # the same for multiples of 2^-9
-SUM_ROWS, SUM_STEPS = 64, 16  # rows of a program of `column_sums`: at a time, and times
 
 
 @triton.jit(do_not_specialize=["length", "first"], do_not_specialize_on_alignment=["order", "means"])
@@ -49,30 +49,23 @@ def gather(
         tl.store(means + where, mean.to(means.dtype.element_ty), mask=(cell * CELL < length)[:, None] & (d < MEAN_WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["length", "first"])
-def column_sums(x, sums, x_h, x_s, length, first, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Sums of the finite values of BLOCK * STEPS rows of one head of x (H, S, D): sums (heads of this launch, parts, BLOCK_D) float32."""
-    here = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for i in range(STEPS):
-        row = ((tl.program_id(1) * STEPS + i) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        mask = (row < length)[:, None] & (d < D)[None, :]
-        value = tl.load(x + (first + here) * x_h + row[:, None] * x_s + d[None, :], mask=mask, other=0).to(tl.float32)
-        total += tl.where(value - value == 0, value, 0.0)  # infinity - infinity is NaN
-    part = here * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums + part * BLOCK_D + d, tl.sum(total, 0))
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """Largest |x| over an axis of x (n, columns) float32, over both if None; NaN where there is NaN or infinity."""
+    return tl.max(tl.abs(x), axis) + tl.sum(x * 0, axis)
 
 
 @triton.jit
-def quantised(x, CODE: tl.constexpr):
-    """Codes of type CODE (int8 or float8e4nv) and float32 scales of rows x (n, columns) float32, to the bit those of quantise.py."""
-    reach = tl.max(tl.abs(x), 1)
+def quantised(x, reach, CODE: tl.constexpr):
+    """Codes of type CODE (int8 or float8e4nv) of x (n, columns) float32 and float32 scales, to the bit those of quantise.py.
+
+    reach, (n, 1) or a scalar, as the scales are: the `largest` |x| of what shares one.
+    """
     INTEGER: tl.constexpr = CODE.is_int()
-    most = tl.zeros_like(reach) + (127.0 if INTEGER else 448.0)
+    most = reach * 0 + (127.0 if INTEGER else 448.0)
     empty = reach == 0
-    scale = tl.where(empty, 1.0, tl.div_rn(reach, most)) + tl.sum(x * 0, 1)  # NaN where the row holds NaN or infinity
-    over = x * tl.where(empty, 1.0, tl.minimum(tl.div_rn(most, reach), 3.4028234663852886e38))[:, None]
+    scale = tl.where(empty, 1.0, tl.div_rn(reach, most))
+    over = x * tl.where(empty, 1.0, tl.minimum(tl.div_rn(most, reach), 3.4028234663852886e38))
     if INTEGER:
         code = (over + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
     else:
@@ -84,49 +77,71 @@ def quantised(x, CODE: tl.constexpr):
     return code, scale
 
 
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["order"])
+def quantise_group(q, order, codes, scales, q_h, q_s, order_h, first, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """The C queries of one group of one head of q (H, S, D), -1 in order (H, G * C) for none, which is zeros, quantised.
+
+    codes (heads of this launch, G, C, BLOCK_D), scales (heads, G) float32.
+    """
+    here = tl.program_id(0).to(tl.int64)
+    slots = tl.program_id(1) * C + tl.arange(0, C)
+    d = tl.arange(0, BLOCK_D)
+    token = tl.load(order + (first + here) * order_h + slots)[:, None]
+    x = tl.load(q + (first + here) * q_h + token.to(tl.int64) * q_s + d[None, :], mask=(token >= 0) & (d < D)[None, :], other=0)
+    x = x.to(tl.float32)
+    code, scale = quantised(x, largest(x, None), codes.dtype.element_ty)
+    program = here * tl.num_programs(1) + tl.program_id(1)
+    tl.store(codes + program * (C * BLOCK_D) + tl.arange(0, C)[:, None] * BLOCK_D + d[None, :], code)
+    tl.store(scales + program, scale)
+
+
 @triton.jit
-def _store_quantised(rows, place, x, live, BLOCK_D: tl.constexpr, ROW: tl.constexpr):
-    """x (n, BLOCK_D) float32 into rows number `place` of one head, of ROW bytes: codes at the beginning, the scale in the last 16."""
-    code, scale = quantised(x, rows.dtype.element_ty)
+def _store_keys(rows, place, x, live, BLOCK_D: tl.constexpr):
+    """Keys x (n, BLOCK_D) float32 into rows number `place` of one head: codes at the beginning, the scale in the last 16 bytes."""
+    ROW: tl.constexpr = 3 * BLOCK_D + 16
+    code, scale = quantised(x, largest(x, 1)[:, None], rows.dtype.element_ty)
     place = place.to(tl.int64)[:, None]
     tl.store(rows + place * ROW + tl.arange(0, BLOCK_D)[None, :], code, mask=live)
     word = tl.arange(0, 4)[None, :]
-    end = rows.to(tl.pointer_type(tl.float32)) + place * (ROW // 4) + (ROW // 4 - 4) + word
-    tl.store(end, tl.where(word == 0, scale[:, None], 0.0), mask=live)
+    end = rows.to(tl.pointer_type(tl.float32)) + place * (ROW // 4) + 3 * BLOCK_D // 4 + word
+    tl.store(end, tl.where(word == 0, scale, 0.0), mask=live)
+
+
+@triton.jit
+def _store_values(rows, place, x, live, BLOCK_D: tl.constexpr):
+    """Values x (n, BLOCK_D) of 16 bits into the rows of `_store_keys`, after the codes."""
+    ROW: tl.constexpr = 3 * BLOCK_D + 16
+    values = rows.to(tl.pointer_type(x.dtype)) + BLOCK_D // 2 + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(values + place.to(tl.int64)[:, None] * (ROW // 2), x, mask=live)
 
 
 @triton.jit(do_not_specialize=["length", "first", "size"], do_not_specialize_on_alignment=["order", "mean"])
 def quantise_rows(
-    x, v, order, mean, rows, x_h, x_s, v_h, v_s, rows_h, length, first, size,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-):  # fmt: skip
-    """Rows order[i] of BLOCK places i of one head of x (H, S, D), less mean (heads of this launch, BLOCK_D), quantised.
+    k, v, order, mean, rows, k_h, k_s, v_h, v_s, rows_h, length, first, size, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows order[i] of BLOCK places i of one head of k and v (H, S, D), k less mean (heads of this launch, BLOCK_D) and quantised.
 
-    rows: codes, of ROW bytes, rows_h to a head. Where a row has room for values, those of v (H, S, D) are copied.
-    size 32, 64 or 128: the means of cells of that many places follow from row `length` on; 0: none.
+    rows: codes, rows_h to a head. size 32, 64 or 128: the means of cells of that many places follow from row `length` on; 0: none.
     """
-    VALUES: tl.constexpr = ROW > 2 * BLOCK_D
     here = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = (place < length)[:, None]
     d = tl.arange(0, BLOCK_D)
     token = tl.load(order + place, mask=place < length, other=0)
-    row = tl.load(x + (first + here) * x_h + token[:, None] * x_s + d[None, :], mask=live & (d < D)[None, :], other=0).to(tl.float32)
-    row = tl.where(live, row - tl.load(mean + here * BLOCK_D + d)[None, :], 0.0)
+    key = tl.load(k + (first + here) * k_h + token[:, None] * k_s + d[None, :], mask=live & (d < D)[None, :], other=0).to(tl.float32)
+    key = tl.where(live, key - tl.load(mean + here * BLOCK_D + d)[None, :], 0.0)
     rows += here * rows_h
-    _store_quantised(rows, place, row, live, BLOCK_D, ROW)
+    _store_keys(rows, place, key, live, BLOCK_D)
     for i in tl.static_range(3):
         if size == 32 << i:
-            cell, exists, mean_row = _means_of(row, length, BLOCK_D, BLOCK, 32 << i)
-            _store_quantised(rows, cell, mean_row, exists, BLOCK_D, ROW)
-    if VALUES:
-        value = tl.load(v + (first + here) * v_h + token[:, None] * v_s + d[None, :], mask=live & (d < D)[None, :], other=0)
-        values = rows.to(tl.pointer_type(value.dtype)) + BLOCK_D // 2 + d[None, :]
-        tl.store(values + place.to(tl.int64)[:, None] * (ROW // 2), value, mask=live)
-        for i in tl.static_range(3):
-            if size == 32 << i:
-                cell, exists, mean_row = _means_of(value.to(tl.float32), length, BLOCK_D, BLOCK, 32 << i)
-                tl.store(values + cell.to(tl.int64)[:, None] * (ROW // 2), mean_row.to(value.dtype), mask=exists)
+            cell, exists, mean_key = _means_of(key, length, BLOCK_D, BLOCK, 32 << i)
+            _store_keys(rows, cell, mean_key, exists, BLOCK_D)
+    value = tl.load(v + (first + here) * v_h + token[:, None] * v_s + d[None, :], mask=live & (d < D)[None, :], other=0)
+    _store_values(rows, place, value, live, BLOCK_D)
+    for i in tl.static_range(3):
+        if size == 32 << i:
+            cell, exists, mean_value = _means_of(value.to(tl.float32), length, BLOCK_D, BLOCK, 32 << i)
+            _store_values(rows, cell, mean_value.to(value.dtype), exists, BLOCK_D)
 
 
 @triton.jit
@@ -176,11 +191,15 @@ def gather_quantised(
     length, dim = k.shape[1:]
     width, number = row_width(dim, precision), heads.stop - heads.start
     count = 0 if size is None else ceil_div(length, size)
-    mean = _key_means(k, heads, width)
+    mean = pad(quantise.key_mean(k[heads]), (0, width - dim))
     rows = torch.empty((number, length + count, 3 * width + 16), dtype=CODE_TYPES[precision], device=k.device)
-    _quantise_into(rows, k, v, cells.order, mean, heads, size or 0 if pooled is None else 0)
+    block = max(CELL_SIZES)
+    quantise_rows[(number, ceil_div(length, block))](
+        k, v, cells.order, mean, rows, *k.stride()[:2], *v.stride()[:2], rows.stride(0), length, heads.start,
+        size or 0 if pooled is None else 0, D=dim, BLOCK_D=width, BLOCK=block, num_warps=max(4, block * width // 4096),
+    )  # fmt: skip
     if pooled is not None:
-        keys = torch.nn.functional.pad(pooled[0][heads].float(), (0, width - dim)) - mean[:, None]
+        keys = pad(pooled[0][heads].float(), (0, width - dim)) - mean[:, None]
         rows[:, length:, :width], scale = quantise.quantised(keys, precision)
         values = rows.view(k.dtype)[:, :, width // 2 : width // 2 + width]
         values[:, length:, dim:] = 0
@@ -190,33 +209,19 @@ def gather_quantised(
     return rows, mean
 
 
-def quantise_queries(q: Tensor, heads: slice, precision: str) -> Tensor:
-    """Some heads of q (H, S, D) in token order, (heads, S, W + 16): W codes, the scale as float32 and 12 bytes of zeros."""
-    length, dim = q.shape[1:]
-    width, number = row_width(dim, precision), heads.stop - heads.start
-    rows = torch.empty((number, length, width + 16), dtype=CODE_TYPES[precision], device=q.device)
-    none = torch.zeros((number, width), dtype=torch.float32, device=q.device)
-    _quantise_into(rows, q, q, torch.arange(length, device=q.device), none, heads, 0)
-    return rows
+def quantise_queries(q: Tensor, order: Tensor, heads: slice, precision: str) -> tuple[Tensor, Tensor]:
+    """Some heads of q (H, S, D) by their order (H, G * C), -1 for none.
 
-
-def _quantise_into(rows: Tensor, x: Tensor, v: Tensor, order: Tensor, mean: Tensor, heads: slice, size: int) -> None:
-    """`quantise_rows` of some heads of x and v (H, S, D)."""
-    length, dim = x.shape[1:]
-    block = max(CELL_SIZES)
-    quantise_rows[(heads.stop - heads.start, ceil_div(length, block))](
-        x, v, order, mean, rows, *x.stride()[:2], *v.stride()[:2], rows.stride(0), length, heads.start, size,
-        D=dim, BLOCK_D=mean.shape[1], BLOCK=block, ROW=rows.stride(1), num_warps=max(4, block * mean.shape[1] // 4096),
+    Codes (heads, G * C, W), 0 for none, and scales (heads, G) float32.
+    """
+    width, number, slots = row_width(q.shape[2], precision), heads.stop - heads.start, order.shape[1]
+    codes = torch.empty((number, slots, width), dtype=CODE_TYPES[precision], device=q.device)
+    scales = torch.empty((number, slots // GROUP_SIZE), dtype=torch.float32, device=q.device)
+    quantise_group[scales.shape](
+        q, order, codes, scales, *q.stride()[:2], order.stride(0), heads.start,
+        D=q.shape[2], BLOCK_D=width, C=GROUP_SIZE, num_warps=max(4, GROUP_SIZE * width // 4096),
     )  # fmt: skip
-
-
-def _key_means(k: Tensor, heads: slice, width: int) -> Tensor:
-    """quantise.key_mean of some heads of k (H, S, D), (heads, width)."""
-    length, dim = k.shape[1:]
-    number, parts = heads.stop - heads.start, ceil_div(length, SUM_ROWS * SUM_STEPS)
-    sums = torch.empty((number, parts, width), dtype=torch.float32, device=k.device)
-    column_sums[(number, parts)](k, sums, *k.stride()[:2], length, heads.start, D=dim, BLOCK_D=width, BLOCK=SUM_ROWS, STEPS=SUM_STEPS)
-    return sums.sum(1) / length
+    return codes, scales
 
 
 def _means(x: Tensor, cells: CellOrder, size: int) -> Tensor:

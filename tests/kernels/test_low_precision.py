@@ -23,7 +23,7 @@ from mc_sparse.kernels import (
     why_no_precision,
 )
 from mc_sparse.kernels.attention import reference
-from mc_sparse.kernels.quantise import PRECISIONS, key_mean, quantised, rounded
+from mc_sparse.kernels.quantise import PRECISIONS, SAMPLED, key_mean, quantised, rounded
 from mc_sparse.kernels.registry import Candidate, Mismatch
 from mc_sparse.kernels.testing import make_qkv
 
@@ -70,6 +70,22 @@ def test_codes_are_the_nearest(kind):
     assert torch.equal(rounded(x.bfloat16(), "half"), x.bfloat16().float())
 
 
+@pytest.mark.parametrize("precision", LOW)
+def test_what_shares_a_scale_is_a_long_row(precision):
+    x = make_qkv(1, 2, 384, 48, kind="outliers")[0].unflatten(2, (3, 128))
+    codes, scale = quantised(x, precision, over=(-2, -1))
+    as_rows, row_scale = quantised(x.flatten(3), precision)
+    assert scale.shape == (1, 2, 3, 1, 1) and torch.equal(scale.flatten(3), row_scale)
+    assert torch.equal(codes.float().flatten(3), as_rows.float())
+    assert torch.equal(rounded(x, precision, over=(-2, -1)), codes.float() * scale)
+
+
+def test_the_mean_of_keys_is_of_every_nth():
+    k = make_qkv(1, 2, 2 * SAMPLED + 1, 16, dtype=torch.bfloat16)[1]
+    torch.testing.assert_close(key_mean(k), k[:, :, torch.arange(0, 2 * SAMPLED + 1, 3)].float().sum(2) / 683)
+    torch.testing.assert_close(key_mean(k[:, :, :SAMPLED]), k[:, :, :SAMPLED].float().mean(2))
+
+
 def test_ties_zeros_and_what_is_no_number():
     x = torch.tensor([[0.5, 1.5, -2.5, 127.0], [0.0, 0.0, 0.0, 0.0], [1.0, math.nan, 2.0, 3.0], [1.0, -math.inf, 2.0, 3.0]])
     assert quantised(x, "int8")[0][:2].tolist() == [[0, 2, -2, 127], [0, 0, 0, 0]]
@@ -85,12 +101,12 @@ def test_ties_zeros_and_what_is_no_number():
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("tail", [None, 32])
 def test_it_is_the_attention_of_the_rounded_numbers(precision, tail, definition):
-    """In float64 by its own words: codes times scales of keys less their mean, the lse of the keys as they came."""
+    """In float64 by its own words: codes times scales, one for each group, keys less their mean, the lse of the keys as they came."""
     q, k, v, groups, selection = a_case(kind="clustered")
     most = {"int8": 127, "fp8": 448}[precision]
 
-    def numbers(x):
-        scale = x.abs().amax(-1, keepdim=True) / most
+    def numbers(x, reach):
+        scale = reach / most
         return ((x / scale).round() if precision == "int8" else (x / scale).to(torch.float8_e4m3fn).float()) * scale
 
     mean = k.mean(2, keepdim=True)
@@ -103,15 +119,16 @@ def test_it_is_the_attention_of_the_rounded_numbers(precision, tail, definition)
             keys = torch.cat([keys, torch.stack([keys[c].mean(0) for c in cells])])
             values = torch.cat([values, torch.stack([values[c].mean(0) for c in cells])])
             bias = torch.cat([bias, torch.stack([(~chosen[b, h, g, c]).sum().float().log() for c in cells])])
-        scores = numbers(q[b, h, members]).double() @ numbers(keys).double().T * 32**-0.5 + bias
+        queries = numbers(q[b, h, members], q[b, h, members].abs().max())
+        scores = queries.double() @ numbers(keys, keys.abs().amax(1, keepdim=True)).double().T * 32**-0.5 + bias
         torch.testing.assert_close(out[b, h, members].double(), scores.softmax(1) @ values.double(), rtol=1e-3, atol=1e-4)
         expected = scores.logsumexp(1) + (q[b, h, members] @ mean[b, h].T)[:, 0].double() * 32**-0.5
         torch.testing.assert_close(lse[b, h, members].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-# What quantise.py says, with a little room; int8 is what the 3e-2 of a plan asks for.
+# Measured, with a little room; int8 is what the 3e-2 of a plan asks for. Over all of 16384 keys outliers err by 2.4 to 3.8 %.
 LARGEST_ERROR = {
-    ("random", "int8"): 0.012, ("clustered", "int8"): 0.03, ("outliers", "int8"): 0.025,
+    ("random", "int8"): 0.012, ("clustered", "int8"): 0.03, ("outliers", "int8"): 0.03,
     ("random", "fp8"): 0.05, ("clustered", "fp8"): 0.2, ("outliers", "fp8"): 0.075,
 }  # fmt: skip
 
@@ -175,6 +192,22 @@ def test_a_key_that_is_no_number_spoils_those_who_see_it(precision, value, defin
     for (_, h, g), members in definition.group_members(groups, 1, 2).items():
         sees = h == 0 and bool(chosen[g, token])
         assert bool(out[0, h, members].isnan().all() if sees else out[0, h, members].isfinite().all())
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_query_that_is_no_number_spoils_its_group(precision, value):
+    """The check of first results, which looks at a few queries of a group, has nothing to say then."""
+    q, k, v, groups, selection = a_case()
+    args = (q, k, v, groups, selection, 32, None, 32**-0.5, True, None, precision)
+    expected = reference.token_sparse_attention(*args)[0]
+    members = groups.order[0, 0, 256:300].long()
+    q[0, 0, members[1], 5] = value
+    out, lse = reference.token_sparse_attention(*args)
+    assert bool(out[0, 0, members].isnan().all()) and bool(lse[0, 0, members].isnan().all())
+    out[0, 0, members] = expected[0, 0, members]
+    assert torch.equal(out, expected)
+    assert not selfcheck.check(OP, (out, lse), args)
 
 
 # ---- public functions and backends
@@ -282,17 +315,17 @@ def test_the_definition_passes_its_check(kind, dtype):
             assert selfcheck.check(OP, reference.token_sparse_attention(*args), args)
 
 
-def rolled(x, precision):
-    """Each row with the scale of the next one."""
-    codes, scale = quantised(x, precision)
+def rolled(x, precision, over=(-1,)):
+    """Each key, or group of queries, with the scale of the next one."""
+    codes, scale = quantised(x, precision, over)
     return codes.float() * scale.roll(1, 0)
 
 
 MISTAKES = {
     "softmax scale": lambda args, patch: (*args[:7], 1.05 * args[7], *args[8:]),
-    "a scale of codes": lambda args, patch: patch("rounded", lambda x, p: rounded(x, p) * 1.03),
+    "a scale of codes": lambda args, patch: patch("rounded", lambda *args, **over: rounded(*args, **over) * 1.03),
     "scales of the neighbours": lambda args, patch: patch("rounded", rolled),
-    "codes without sign": lambda args, patch: patch("rounded", lambda x, p: rounded(x, p).abs()),
+    "codes without sign": lambda args, patch: patch("rounded", lambda *args, **over: rounded(*args, **over).abs()),
 }
 
 
