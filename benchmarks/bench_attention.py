@@ -301,7 +301,7 @@ def main() -> None:
     rounds = 3 if args.quick else 5
     bf16, fp16 = torch.bfloat16, torch.float16
     plain = [(d, t, "token", "random", None, "half") for d in (0.10, 0.15, 0.20, 0.30) for t in (64, 0)]
-    low = [(d, 64, "token", "random", None, precision) for d in (0.10, 0.15) for precision in ("int8", "fp8")]
+    low = [(d, 64, "token", "random", None, precision) for d in (0.10, 0.15, 0.30) for precision in ("int8", "fp8")]
     whole = [(d, 64, "cell32", "random", None, precision) for precision in ("half", "int8") for d in (0.15, 0.10, 0.30)]
     rows = []
     heads, grid, dim = WAN_720
