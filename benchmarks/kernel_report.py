@@ -44,7 +44,7 @@ def shown(row: dict) -> bool:
         low = row["backend"].startswith(("sol_attn", "comfy_kitchen", "sageattention"))
         return largest and (row["selection"] == "random" or low)
     if row["precision"] != "half":
-        return largest and (row["residual"] == "rank-8" or row["density"] == 0.15 or row["granularity"] == "cell32")
+        return largest and (row["selection"] == "random" or row["residual"] == "rank-8")
     if row["selection"] == "demo":
         return row["residual"] == "rank-8"
     return row["selection"] != "random" or (row["tail"] > 0 and (largest or row["density"] == 0.15))
