@@ -297,6 +297,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression: cases in whose names it is found, as printed, beside dense")
     parser.add_argument("--data", default="", help="some of random,clustered,fp16,sizes,demo: what is measured, all by default")
     args = parser.parse_args()
+    harness.need_gpu()
     only, data = re.compile(args.only), set(args.data.split(",")) - {""}
     rounds = 3 if args.quick else 5
     bf16, fp16 = torch.bfloat16, torch.float16

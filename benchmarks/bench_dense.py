@@ -52,6 +52,7 @@ def main():
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="the first size, fewer rounds")
     args = parser.parse_args()
+    harness.need_gpu()
     rows = []
     for size in SIZES[:1] if args.quick else SIZES:
         rows += measure(*size, rounds=3 if args.quick else 7)

@@ -219,6 +219,7 @@ def main():
     parser.add_argument("--tune", nargs="*", metavar="KERNEL", help=f"try variants of these (all: {' '.join(VARIANTS)}) instead")
     parser.add_argument("--seconds", type=float, default=60, help="time for --tune")
     args = parser.parse_args()
+    harness.need_gpu()
     sizes = QUICK if args.quick else SIZES
     if args.breakdown:
         for size in sizes:

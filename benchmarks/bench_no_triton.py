@@ -70,6 +70,7 @@ def choices(q):
 
 
 def main():
+    harness.need_gpu()
     q, k, v = clustered(1), clustered(2), torch.randn(1, H, S, D, device="cuda").bfloat16()
     geometry = Geometry.of(q, k)
     how = "Triton blocked" if BLOCKED else "with Triton"

@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="sweep launch parameters instead")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    harness.need_gpu()
     torch.manual_seed(0)
     if arguments.compile is not None:
         return compile_some(arguments.compile)

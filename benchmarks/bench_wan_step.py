@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--density", type=float)
     parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args()
+    harness.need_gpu()
     torch.manual_seed(0)
     transformer, rows = model(arguments.size, arguments.layers), []
     tokens = arguments.latent[0] * arguments.latent[1] * arguments.latent[2] // 4

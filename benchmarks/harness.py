@@ -26,6 +26,12 @@ class Time(NamedTuple):
     spread: float
 
 
+def need_gpu() -> None:
+    """Stops with a message where there is none."""
+    if not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU that PyTorch can use")
+
+
 def interleaved(cases: dict[str, Callable[[], object]], rounds: int = 5, warmup: int = 1) -> dict[str, Time]:
     """Times by CUDA events, one timed run of every case per round, so that clocks and heat are shared.
 

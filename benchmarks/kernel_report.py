@@ -21,7 +21,10 @@ BEGIN, END = "<!-- kernels: begin (benchmarks/kernel_report.py) -->\n", "<!-- ke
 def newest(what: str, machine: str = MACHINE) -> dict:
     """The machine's latest results."""
     dated = "[0-9]" * 4 + "-[0-9][0-9]-[0-9][0-9]"
-    return json.loads(max(RESULTS.glob(f"{machine}-{dated}-{what}.json")).read_text())
+    found = sorted(RESULTS.glob(f"{machine}-{dated}-{what}.json"))
+    if not found:
+        raise SystemExit(f"no results of {machine}: {RESULTS.name}/{machine}-<date>-{what}.json is missing; README says what makes it")
+    return json.loads(found[-1].read_text())
 
 
 def dense_ms(row: dict) -> float:
@@ -113,8 +116,8 @@ def table(machine: str = MACHINE) -> str:
     parts = {what: newest(what, machine) for what in makers}
     facts = parts["attention"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    commits = " ".join(sorted({part["commit"] for part in parts.values()}))
-    lines = [f"{facts['gpu']}, {facts['date']}; {versions}; commit {commits}.", ""]
+    made = "; ".join(f"{what} {part['date']}, commit {part['commit']}" for what, part in parts.items())
+    lines = [f"{facts['gpu']}; {versions}. {made}.", ""]
     for what, make in makers.items():
         lines += [*make(parts[what]["rows"]), ""]
     return "\n".join(lines)

@@ -244,9 +244,9 @@ def main(argv: list[str] | None = None) -> int:
     names = prompts.names()
     parser = argparse.ArgumentParser(prog="run.py demo", description="Denoise one clip dense and sparse, and compare.")
     parser.add_argument("--prompt", default=names[2], choices=names, metavar="NAME", help="one of: " + "; ".join(repr(n) for n in names))
-    parser.add_argument("--steps", type=int, default=30, help="Euler steps (default 30)")
+    parser.add_argument("--steps", type=int, default=30, help="Euler steps, 10 or more (default 30)")
     parser.add_argument("--seed", type=int, default=2, help="of the noise (default 2)")
-    parser.add_argument("--precision", default="auto", choices=PRECISIONS, help="of ours: " + ", ".join(PRECISIONS) + " (default auto)")
+    parser.add_argument("--precision", default="auto", choices=PRECISIONS, help="numbers that ours compares tokens in (default auto)")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder for the results (default demo/out)")
     args = parser.parse_args(argv)
     if args.steps < 10:

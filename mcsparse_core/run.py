@@ -145,7 +145,7 @@ class SparseRun:
 
     def _judge(self, numbers: dict, status: str):
         """Notes what a user should know about a run that gained nothing."""
-        counts, seconds = numbers["counts"], numbers["attention_seconds"]
+        counts, seconds = numbers["counts"], numbers["typical_seconds"]
         if status != "finished":
             return
         if self.decline:
@@ -163,6 +163,5 @@ class SparseRun:
         else:
             if self.timeline.reuse_steps <= 1:
                 self.note("at most one step could be reused; MC-Sparse pays off from about 6 steps on")
-            dense, reuse = counts["dense"], counts["reuse"]
-            if dense and seconds.get("dense") and seconds["reuse"] / reuse > seconds["dense"] / dense:
+            if 0 < seconds.get("dense", 0) < seconds.get("reuse", 0):
                 self.note("sparse attention was slower than dense here (short sequences, or no fast kernel for this device): bypass it")

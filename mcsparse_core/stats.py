@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class RunStats:
         self.backends: Counter[str] = Counter()
         self.precisions: Counter[str] = Counter()
         self.precision_reasons: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, list[float]] = defaultdict(list)  # of timed calls, by action
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._anchors: list[tuple[Tensor, Tensor]] = []  # retained mass and realised density, still on the device
 
@@ -52,7 +53,7 @@ class RunStats:
         if device.type != "cuda":
             begin = time.perf_counter()
             yield
-            self._seconds[kind] += time.perf_counter() - begin
+            self._seconds[kind].append(time.perf_counter() - begin)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -68,7 +69,7 @@ class RunStats:
         if self._spans:
             self._spans[-1][2].synchronize()
         for kind, begin, end in self._spans:
-            self._seconds[kind] += begin.elapsed_time(end) / 1000
+            self._seconds[kind].append(begin.elapsed_time(end) / 1000)
         self._spans.clear()
         retained = density = None
         if self._anchors:
@@ -85,7 +86,9 @@ class RunStats:
             "backends": dict(self.backends),
             "precisions": dict(self.precisions),
             "precision_reasons": dict(self.precision_reasons),
-            "attention_seconds": {k: round(s, 6) for k, s in self._seconds.items()},
+            "attention_seconds": {k: round(sum(times), 6) for k, times in self._seconds.items()},
+            # Of one counted call, by the median: the first ones also load and compile.
+            "typical_seconds": {k: round(median(t) * len(t) / self.counts[k], 9) for k, t in self._seconds.items() if self.counts[k]},
             "sites": [f"{s.block_type} {s.block_index}" + (f".{s.ordinal}" if s.ordinal else "") for s in sites],
             "timeline": [[step, sites.index(site), *what] for (step, site), what in sorted(self.timeline.items())],
         }
@@ -129,7 +132,7 @@ def report_text(report: dict) -> str:
         )
     if report["attention_seconds"]:
         spent = report["attention_seconds"]
-        lines.append("  attention time: " + ", ".join(f"{k} {s:.2f} s" for k, s in spent.items()) + _saved(counts, spent))
+        lines.append("  attention time: " + ", ".join(f"{k} {s:.2f} s" for k, s in spent.items()) + _saved(report))
     lines.append(f"  cache at its largest: {report['cache_bytes'] / 2**20:.1f} MiB")
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)
@@ -145,9 +148,10 @@ def _counted(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda r: -r[1]))
 
 
-def _saved(counts: dict, spent: dict) -> str:
-    """What the same calls would have taken dense, judged by those that were; empty without any."""
-    if not counts["dense"] or not spent.get("dense"):
+def _saved(report: dict) -> str:
+    """What all calls would have taken dense, judged by those that were; empty without any."""
+    counts, spent, typical = report["counts"], report["attention_seconds"], report["typical_seconds"].get("dense")
+    if not typical:
         return ""
-    dense, taken = sum(counts.values()) * spent["dense"] / counts["dense"], sum(spent.values())
+    dense, taken = spent["dense"] + (sum(counts.values()) - counts["dense"]) * typical, sum(spent.values())
     return f"; all dense about {dense:.2f} s, so about {abs(dense - taken):.2f} s {'saved' if dense > taken else 'lost'}"
