@@ -84,6 +84,8 @@ def test_the_mean_of_keys_is_of_every_nth():
     k = make_qkv(1, 2, 2 * SAMPLED + 1, 16, dtype=torch.bfloat16)[1]
     torch.testing.assert_close(key_mean(k), k[:, :, torch.arange(0, 2 * SAMPLED + 1, 3)].float().sum(2) / 683)
     torch.testing.assert_close(key_mean(k[:, :, :SAMPLED]), k[:, :, :SAMPLED].float().mean(2))
+    columns = torch.arange(32.0).repeat(SAMPLED * 2 // 32)[:, None]  # of a grid that is 32 wide
+    assert abs(key_mean(columns.repeat(16, 1)).item() - 15.5) < 0.1  # every 33rd, not every 32nd, which are all of column 0
 
 
 def test_ties_zeros_and_what_is_no_number():
