@@ -44,8 +44,8 @@ SAMPLED = 1024
 def key_mean(k: Tensor) -> Tensor:
     """Mean of every n-th of keys (..., S, D) in float32, (..., D), n = ceil(S / SAMPLED) or one more: odd.
 
-    An even n may be a multiple of a token grid's width: the sample would be one column, whose keys share their position's rotation. NaN and
-    infinities count as 0, so that they spoil no other key.
+    An even n may be a multiple of a token grid's width: the sample would be one column, whose keys share their position's rotation. NaN
+    and infinities count as 0, so that they spoil no other key.
     """
     some = k[..., :: ceil_div(k.shape[-2], SAMPLED) | 1, :]
     return torch.where(some.isfinite(), some, 0).mean(-2, dtype=torch.float32)
