@@ -19,8 +19,8 @@ fp8       3.9 %    16 %        6.7 %       a scale per query: 3.8, 16 and 6.3 %;
 
 e4m3 rounds to 4 digits, int8 to as many as 8: fp8 is for cards whose int8 products are slow.
 
-All queries here are about as long as each other, as models that normalise them have it. One query of a group that is 3 (10) times as long as
-the others makes their error in int8 3.6 % (11 %) where it was 1.7 %.
+All queries here are about as long as each other, as models that normalise them have it. One query of a group that is 3 (10) times as long
+as the others makes their error in int8 3.6 % (11 %) where it was 1.7 %.
 
 Why values and weights are left alone: over the heaviest 15 % of 16384 random or clustered keys, values in e4m3 with a scale per channel
 cost 2.6 % by themselves, weights in e4m3 too 3.4 to 3.6 %; values in int8 0.8 %, with weights in 8 bits 0.9 to 1.9 %. But products of 8-bit
