@@ -495,7 +495,6 @@ class Sparse:
         v = variant
         self.int8 = v.qk == "int8"
         self.row = 3 * v.dim if self.int8 else 4 * v.dim  # bytes of a row of K and V, on average in a block
-        self.gathers_scales = self.int8 and not v.cells
         # Whether there is something of a tile that its stage's barriers do not release.
         self.lists = v.fused or not v.cells
         self.pieces, self.qk_pieces = v.dim // 8, v.qk_row // 16  # 16-byte pieces of a row of V, and of Q or K
@@ -535,7 +534,7 @@ class Sparse:
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for i in cutlass.range_constexpr(self.v.stages):
-                cute.arch.mbarrier_init(bars + self.k_full + i, 1 if self.v.cells else GATHERING + 3 * self.gathers_scales)
+                cute.arch.mbarrier_init(bars + self.k_full + i, 1 if self.v.cells else GATHERING + 3 * self.int8)
                 cute.arch.mbarrier_init(bars + self.v_full + i, 1 if self.v.cells else GATHERING)
                 cute.arch.mbarrier_init(bars + self.k_empty + i, 8)  # consumer warps
                 cute.arch.mbarrier_init(bars + self.v_empty + i, 8)

@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cute_sm90_mainloop import (
     CELL,
+    M,
     choose,
     fma,
     load_i32,
@@ -38,7 +39,6 @@ from cute_sm90_mainloop import (
 from cutlass import Float32, Int32, Int64, const_expr
 
 PLACES = 128  # of a warp
-GROUP = 128  # queries
 ROUNDER = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole number, whose lowest byte is the sum's
 
 # Parameters of the kernels, in order: name and type; "p" is a pointer. Strides count elements of 16 bits.
@@ -287,7 +287,7 @@ class Queries(Pass):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cute.arch.get_dyn_smem(Float32, alignment=16).toint()
         head, group, half_lane = number % heads, number // heads, lane % 16
-        first = group * GROUP + warp * 32
+        first = group * M + warp * 32
         token = load_i32(order + (Int64(head) * order_h + Int64(first + lane)) * 4)
         source, to = x + Int64(head) * x_h * 2 + half_lane * 16, rows + Int64(head) * rows_h * 2
         got = []
@@ -312,7 +312,7 @@ class Queries(Pass):
             at = to + Int64(first + 2 * i + lane // 16) * D + half_lane * 8
             store_two_words(at, self.codes_of(self.values_of(got[i]), per_unit))
         if warp == 0 and lane == 0:
-            store_f32(to + Int64(groups) * (GROUP * D) + Int64(group) * 4, scale)
+            store_f32(to + Int64(groups) * (M * D) + Int64(group) * 4, scale)
 
 
 KERNELS = {
